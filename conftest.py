@@ -1,0 +1,30 @@
+"""Eight CPU devices, set before the backend starts; strict shapes; the tiers of tests.
+
+Plain tests run by default; `--slow` adds the slow tier, `--long` the long one.
+"""
+
+import os
+
+os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the slow tier")
+    parser.addoption("--long", action="store_true", help="also run the long tier")
+
+
+def pytest_collection_modifyitems(config, items):
+    for tier in ("slow", "long"):
+        if not config.getoption(f"--{tier}"):
+            skip = pytest.mark.skip(reason=f"tier {tier}: add --{tier}")
+            for item in items:
+                if tier in item.keywords:
+                    item.add_marker(skip)

@@ -1,0 +1,1 @@
+"""jaxroll: JAX-native functional rollouts."""

@@ -1,0 +1,198 @@
+"""What an environment shows and accepts, as small values that compare and hash by content.
+
+Sources (gymnax, Gymnasium, …) translate their own spaces into these, so that networks,
+distributions and checks know one kind only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Discrete:
+    """One of `n` choices: 0 … n − 1.
+
+    Example:
+      >>> Discrete(4).shape, Discrete(4).contains(4)
+      ((), False)
+    """
+
+    n: int
+    dtype: Any = np.dtype("int32")
+
+    shape = ()
+
+    def contains(self, x: Any) -> bool:
+        """Whether every entry of x is one of the choices."""
+        x = np.asarray(x)
+        return x.dtype.kind in "iu" and bool(((x >= 0) & (x < self.n)).all())
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A uniform choice."""
+        return jax.random.randint(key, (), 0, self.n, jnp.int32).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiDiscrete:
+    """Several choices at once: entry i is one of `nvec[i]`."""
+
+    nvec: tuple[int, ...]
+    dtype: Any = np.dtype("int32")
+
+    def __post_init__(self):
+        object.__setattr__(self, "nvec", tuple(int(n) for n in self.nvec))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[len(nvec)]."""
+        return (len(self.nvec),)
+
+    def contains(self, x: Any) -> bool:
+        """Whether every entry is one of its choices."""
+        x = np.asarray(x)
+        ok = x.dtype.kind in "iu" and x.shape[-1:] == self.shape
+        return bool(ok and ((x >= 0) & (x < np.asarray(self.nvec))).all())
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A uniform choice for each entry."""
+        return jax.random.randint(key, self.shape, 0, jnp.asarray(self.nvec)).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiBinary:
+    """`n` switches, each 0 or 1."""
+
+    n: int
+    dtype: Any = np.dtype("int32")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[n]."""
+        return (self.n,)
+
+    def contains(self, x: Any) -> bool:
+        """Whether every entry is 0 or 1."""
+        x = np.asarray(x)
+        return x.shape[-1:] == self.shape and bool(((x == 0) | (x == 1)).all())
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A fair coin for each switch."""
+        return jax.random.bernoulli(key, 0.5, self.shape).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Arrays of `shape` between `low` and `high`, given as numbers or flat tuples.
+
+    Example:
+      >>> Box.create(-1.0, 1.0, (2,)).is_bounded
+      True
+      >>> Box.create(0, 255, (84, 84), np.uint8) == Box.create(0, 255, (84, 84), np.uint8)
+      True
+    """
+
+    low: float | tuple[float, ...]
+    high: float | tuple[float, ...]
+    shape: tuple[int, ...]
+    dtype: Any = np.dtype("float32")
+
+    @classmethod
+    def create(cls, low: Any, high: Any, shape: Any = None, dtype: Any = np.float32) -> Box:
+        """A Box from numbers or arrays; a bound that is the same everywhere is kept as a number."""
+        shape = tuple(int(s) for s in (np.shape(low) if shape is None else shape))
+
+        def compact(bound: Any) -> float | tuple[float, ...]:
+            flat = np.asarray(bound, np.float64).ravel()
+            return float(flat[0]) if flat.size and (flat == flat[0]).all() else tuple(flat.tolist())
+
+        return cls(compact(low), compact(high), shape, np.dtype(dtype))
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(low, high) as arrays of the space's shape."""
+
+        def expand(bound: Any) -> np.ndarray:
+            x = np.asarray(bound)
+            return np.broadcast_to(x if x.ndim == 0 else x.reshape(self.shape), self.shape)
+
+        return expand(self.low), expand(self.high)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether every entry has two bounds that a float32 can tell from infinity."""
+        low, high = self.bounds()
+        limit = float(np.finfo(np.float32).max) / 2
+        return bool((np.abs(low) < limit).all() and (np.abs(high) < limit).all())
+
+    def contains(self, x: Any) -> bool:
+        """Whether x (with any leading axes) has the shape and lies within the bounds."""
+        x = np.asarray(x)
+        low, high = self.bounds()
+        ok = x.ndim >= len(self.shape) and x.shape[x.ndim - len(self.shape) :] == self.shape
+        return bool(ok and (x >= low).all() and (x <= high).all())
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Uniform within the bounds; standard normal where a side is unbounded."""
+        low, high = self.bounds()
+        if not self.is_bounded:
+            return jax.random.normal(key, self.shape).astype(self.dtype)
+        if np.dtype(self.dtype).kind in "iu":
+            return jax.random.randint(key, self.shape, low.astype(int), high.astype(int) + 1).astype(
+                self.dtype
+            )
+        return jax.random.uniform(key, self.shape, jnp.float32, low, high).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dict:
+    """Named spaces; observations are dicts of the same keys."""
+
+    items: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def create(cls, spaces: Mapping[str, Any]) -> Dict:
+        """A Dict from a mapping of spaces."""
+        return cls(tuple(sorted(spaces.items())))
+
+    @property
+    def spaces(self) -> dict[str, Any]:
+        """The named spaces."""
+        return dict(self.items)
+
+    def contains(self, x: Any) -> bool:
+        """Whether x has just these keys, each within its space."""
+        return x.keys() == self.spaces.keys() and all(s.contains(x[k]) for k, s in self.items)
+
+    def sample(self, key: jax.Array) -> dict[str, jax.Array]:
+        """A sample of each space."""
+        keys = jax.random.split(key, max(1, len(self.items)))
+        return {name: space.sample(k) for (name, space), k in zip(self.items, keys)}
+
+
+Space = Discrete | MultiDiscrete | MultiBinary | Box | Dict
+
+
+def zeros(space: Space, batch_shape: tuple[int, ...] = ()) -> Any:
+    """An all-zero member with leading axes, as numpy arrays: an example for `create` and `init`.
+
+    Example:
+      >>> zeros(Box.create(0, 255, (84, 84, 4), np.uint8), (8,)).shape
+      (8, 84, 84, 4)
+    """
+    if isinstance(space, Dict):
+        return {name: zeros(sub, batch_shape) for name, sub in space.items}
+    return np.zeros((*batch_shape, *space.shape), space.dtype)
+
+
+def flat_size(space: Space) -> int:
+    """How many numbers a member has."""
+    if isinstance(space, Dict):
+        return sum(flat_size(sub) for _, sub in space.items)
+    return math.prod(space.shape)
