@@ -144,9 +144,9 @@ class Box:
         if not self.is_bounded:
             return jax.random.normal(key, self.shape).astype(self.dtype)
         if np.dtype(self.dtype).kind in "iu":
-            return jax.random.randint(key, self.shape, low.astype(int), high.astype(int) + 1).astype(
-                self.dtype
-            )
+            return jax.random.randint(
+                key, self.shape, low.astype(int), high.astype(int) + 1
+            ).astype(self.dtype)
         return jax.random.uniform(key, self.shape, jnp.float32, low, high).astype(self.dtype)
 
 

@@ -1,0 +1,59 @@
+"""Zero mean and unit spread over the rows that count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxroll.types import Array
+
+
+def normalize(
+    x: Array,
+    weights: Array | None = None,
+    *,
+    ddof: int = 0,
+    eps: float = 1e-8,
+    axis_name: Any = None,
+) -> Array:
+    """(x − mean) / (std + eps) over all rows whose weight is not 0; 0 in the others.
+
+    One row, or none, gives zeros rather than NaN. What stands in a row of weight 0 (a NaN, say)
+    has no effect.
+
+    Args:
+      x: any shape.
+      weights: the same shape, bool or float; None: all rows count alike.
+      ddof: 0 divides the squares by the number of rows (numpy), 1 by one less (torch).
+      eps: added to the standard deviation.
+      axis_name: a mesh or vmap axis to pool over; None: these rows only, which does not
+        depend on how actors are spread over devices.
+
+    Returns:
+      the shape and dtype of x.
+
+    Example:
+      >>> normalize(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])).tolist()
+      [-1.0, 1.0, 0.0]
+    """
+    x = jnp.asarray(x)
+    weights = jnp.ones_like(x) if weights is None else jnp.asarray(weights).astype(x.dtype)
+    if weights.shape != x.shape:
+        raise ValueError(
+            f"weights must have the shape of x, {list(x.shape)}, got {list(weights.shape)}. "
+            "Use jnp.broadcast_to(weights, x.shape)."
+        )
+
+    def total(y: Array) -> Array:
+        y = jnp.sum(y)
+        return y if axis_name is None else jax.lax.psum(y, axis_name)
+
+    counts = weights > 0
+    count = total(weights)
+    mean = total(jnp.where(counts, x, 0) * weights) / jnp.maximum(count, 1)
+    centred = jnp.where(counts, x - mean, 0)
+    free = jnp.where(count > ddof, count - ddof, 1)
+    variance = total(centred * centred * weights) / free
+    return centred / (jnp.sqrt(variance) + jnp.asarray(eps, x.dtype))

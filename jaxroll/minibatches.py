@@ -1,0 +1,233 @@
+"""Which rows go into which minibatch: a plan of index and weight arrays, and nothing moved yet.
+
+A plan is made once for all epochs and scanned; each of its rows picks one minibatch out of the
+storage, so the shuffled rollout never exists as a whole.
+
+What a row counts depends on `by`. A step is element t·B + b of the flattened [T, B]; a sequence
+is chunk c of L steps of environment b, number c·B + b; an environment is a sequence of all T steps.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxroll.types import Array, Node, PyTree
+
+By = Literal["step", "sequence", "environment"]
+Remainder = Literal["error", "drop", "pad"]
+
+
+class MinibatchPlan(Node):
+    """Rows of all minibatches of all epochs; `jax.lax.scan` over it gives one at a time."""
+
+    indices: Array  # [E·M, N] int32 into the steps or sequences
+    weights: Array  # [E·M, N] float32; 0 where a row only pads
+    sequence_length: int | None = struct.field(pytree_node=False, default=None)
+
+    def __len__(self) -> int:
+        return self.indices.shape[0]
+
+
+def plan(
+    key: jax.Array | None,
+    *,
+    num_steps: int,
+    num_envs: int,
+    num_mini_batch: int | None = None,
+    mini_batch_size: int | None = None,
+    num_epochs: int = 1,
+    shuffle: bool = True,
+    by: By = "step",
+    sequence_length: int | None = None,
+    remainder: Remainder = "error",
+) -> MinibatchPlan:
+    """Split T·B steps (or the sequences they form) into minibatches, for each epoch anew.
+
+    Args:
+      key: a PRNG key; None only without shuffling.
+      num_steps: T.
+      num_envs: B.
+      num_mini_batch: M, minibatches per epoch; with neither this nor the size, one.
+      mini_batch_size: N, rows per minibatch (steps, sequences or environments).
+      num_epochs: E; every epoch has its own permutation.
+      shuffle: False keeps the order t·B + b.
+      by: what a row is: "step", "sequence" (of `sequence_length` steps) or "environment".
+      sequence_length: L, must divide T; only for sequences.
+      remainder: rows that do not fill a minibatch are an "error", or are left out ("drop", other
+        rows each epoch), or the last minibatch is filled up with rows of weight 0 ("pad").
+
+    Returns:
+      MinibatchPlan of [E·M, N] indices and weights.
+
+    Example:
+      >>> p = plan(jax.random.key(0), num_steps=4, num_envs=2, num_mini_batch=2)
+      >>> p.indices.shape, sorted(p.indices.ravel().tolist())
+      ((2, 4), [0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    length = _length(by, num_steps, sequence_length)
+    total = num_steps * num_envs if length is None else (num_steps // length) * num_envs
+    what = f"num_steps * num_envs = {num_steps} * {num_envs}"
+    if length is not None:
+        what = f"num_steps / {length} * num_envs = {num_steps // length} * {num_envs}"
+    count, size = _sizes(total, what, num_mini_batch, mini_batch_size, remainder)
+    if num_epochs < 1:
+        raise ValueError(f"num_epochs must be at least 1, got {num_epochs}.")
+    if shuffle:
+        if key is None:
+            raise ValueError("shuffle=True needs a key. Give jax.random.key(0), or shuffle=False.")
+        keys = jax.random.split(key, num_epochs)
+        order = jax.vmap(lambda k: permutation(k, total))(keys)
+    else:
+        order = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (num_epochs, total))
+    used = count * size
+    weights = np.ones((num_epochs, used), np.float32)
+    if used > total:
+        order = jnp.pad(order, ((0, 0), (0, used - total)))
+        weights[:, total:] = 0
+    return MinibatchPlan(
+        indices=order[:, :used].reshape(num_epochs * count, size),
+        weights=jnp.asarray(weights.reshape(num_epochs * count, size)),
+        sequence_length=length,
+    )
+
+
+def take(tree: PyTree, row: MinibatchPlan) -> PyTree:
+    """The rows of one minibatch, picked from leaves [T, B, ...].
+
+    Args:
+      tree: leaves [T, B, ...].
+      row: one row of a plan: indices [N].
+
+    Returns:
+      leaves [N, ...], or [L, N, ...] for sequences.
+
+    Example:
+      >>> steps = jnp.arange(8).reshape(4, 2)
+      >>> take(steps, MinibatchPlan(jnp.array([5, 0]), jnp.ones(2))).tolist()
+      [5, 0]
+      >>> take(steps, MinibatchPlan(jnp.array([3, 0]), jnp.ones(2), sequence_length=2)).tolist()
+      [[5, 0], [7, 2]]
+    """
+    indices = row.indices
+
+    def pick(x: Array) -> Array:
+        num_steps, num_envs = x.shape[:2]
+        index = indices
+        if row.sequence_length is not None:
+            chunk, env = jnp.divmod(indices, num_envs)
+            start = chunk * (row.sequence_length * num_envs) + env
+            ahead = jnp.arange(row.sequence_length, dtype=indices.dtype) * num_envs
+            index = ahead[:, None] + start[None, :]
+        flat = x.reshape(num_steps * num_envs, *x.shape[2:])
+        return flat.at[index].get(mode="promise_in_bounds")
+
+    return jax.tree.map(pick, tree)
+
+
+def permutation(key: jax.Array, n: int) -> Array:
+    """A uniform permutation of 0 … n − 1 by one sort of single words.
+
+    Each word has random bits above and its index below, so the result is always a true
+    permutation and a tie between random bits only keeps the two in order (for n = 131072 there
+    are 47 random bits). TPUs have no 64-bit sort; there a pair of 32-bit words is sorted.
+
+    Args:
+      key: a PRNG key.
+      n: static.
+
+    Returns:
+      [n] int32.
+
+    Example:
+      >>> sorted(permutation(jax.random.key(0), 5).tolist())
+      [0, 1, 2, 3, 4]
+    """
+    if jax.default_backend() == "tpu":
+        bits = jax.random.bits(key, (n,), jnp.uint32)
+        return jax.lax.sort((bits, jnp.arange(n, dtype=jnp.int32)), num_keys=1)[1]
+    low = max(1, int(n - 1).bit_length())
+    with jax.enable_x64(True):
+        mask = np.uint64((1 << low) - 1)
+        words = (jax.random.bits(key, (n,), jnp.uint64) & ~mask) | jnp.arange(n, dtype=jnp.uint64)
+        order = (jax.lax.sort(words, is_stable=False) & mask).astype(jnp.int32)
+    return order
+
+
+def _length(by: By, num_steps: int, sequence_length: int | None) -> int | None:
+    if by == "environment":
+        if sequence_length not in (None, num_steps):
+            raise ValueError(
+                f'by="environment" takes whole rollouts of {num_steps} steps, got sequence_length='
+                f'{sequence_length}. Use by="sequence".'
+            )
+        return num_steps
+    if by == "sequence":
+        if sequence_length is None:
+            raise ValueError(
+                'by="sequence" needs sequence_length. Use by="environment" for whole rollouts.'
+            )
+        if sequence_length < 1 or num_steps % sequence_length:
+            raise ValueError(
+                f"sequence_length must divide num_steps = {num_steps}, got {sequence_length}. "
+                f"Use one of {divisors(num_steps)}."
+            )
+        return sequence_length
+    if by == "step":
+        if sequence_length is not None:
+            raise ValueError(
+                f'by="step" has no sequence_length, got {sequence_length}. Use by="sequence".'
+            )
+        return None
+    raise ValueError(f'by must be "step", "sequence" or "environment", got {by!r}.')
+
+
+def _sizes(
+    total: int, what: str, count: int | None, size: int | None, remainder: Remainder
+) -> tuple[int, int]:
+    """(minibatches, rows each); raises when they do not fit and the remainder is an error."""
+    if remainder not in ("error", "drop", "pad"):
+        raise ValueError(f'remainder must be "error", "drop" or "pad", got {remainder!r}.')
+    for name, given in (("num_mini_batch", count), ("mini_batch_size", size)):
+        if given is not None and not 1 <= given <= total:
+            raise ValueError(f"{name} must be between 1 and {what} = {total}, got {given}.")
+    if count is not None and size is not None:
+        fits = {
+            "error": count * size == total,
+            "drop": count * size <= total,
+            "pad": total <= count * size < total + size,
+        }[remainder]
+        if not fits:
+            raise ValueError(
+                f"num_mini_batch * mini_batch_size = {count} * {size} = {count * size} does not "
+                f'fit {what} = {total} with remainder="{remainder}". Give only one of the two.'
+            )
+        return count, size
+    if size is None:
+        count = 1 if count is None else count
+        name, given, other = "num_mini_batch", count, -(-total // count)
+    else:
+        name, given, other = "mini_batch_size", size, -(-total // size)
+    if total % given and remainder != "pad":
+        if remainder == "error":
+            near = min(divisors(total), key=lambda d: (abs(d - given), -d))
+            raise ValueError(
+                f"{name} must divide {what} = {total}, got {given}. "
+                f'Use {near}, or remainder="drop".'
+            )
+        other = total // given
+    return (given, other) if size is None else (other, size)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, in order: what an error can offer.
+
+    Example:
+      >>> divisors(12)
+      [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,348 @@
+"""Storage: the interface of everything that holds experience, and what follows from it.
+
+A storage is a frozen pytree; each verb returns a new one. Its structure, shapes and dtypes never
+change, so it can be the carry of a scan and can be donated. `sample` reads, `update` moves on.
+
+What only data decide (too many adds, sampling too early, NaN) cannot raise inside jit: it is
+counted in a leaf, and `check` raises outside.
+"""
+
+from __future__ import annotations
+
+import abc
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.types import Array, Node, PyTree
+
+
+class Storage(Node):
+    """The interface that agents use and that users extend.
+
+    A storage of your own fulfils `create`, `add`, `insert_data_slice`, `compute_targets` by way
+    of `before_gradients`, `plan`, `minibatch`, `contents`, `update` and `check`; the rest follows.
+    List the names of changeable hyperparameters in `parameters`.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    # What a storage defines.
+
+    @classmethod
+    @abc.abstractmethod
+    def create(cls, example: Any, num_steps: int) -> Self:
+        """Allocate from one sample, leaves [B, ...] of any structure and dtype; options by keyword."""
+
+    @abc.abstractmethod
+    def add(self, transition: Any) -> Self:
+        """Write one step of all environments, leaves [B, ...]."""
+
+    @abc.abstractmethod
+    def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
+        """Replace what is stored by a whole trajectory, leaves [T, B, ...]."""
+
+    @abc.abstractmethod
+    def before_gradients(self, last_values: PyTree) -> Self:
+        """Whatever must be known before the first minibatch: returns and advantages."""
+
+    @abc.abstractmethod
+    def plan(
+        self,
+        key: jax.Array | None,
+        *,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        by: By | None = None,
+        sequence_length: int | None = None,
+        remainder: Remainder = "error",
+    ) -> MinibatchPlan:
+        """Which rows go into which minibatch; see `jaxroll.minibatches.plan`."""
+
+    @abc.abstractmethod
+    def minibatch(self, row: MinibatchPlan) -> Any:
+        """Gather the minibatch that one row of the plan names."""
+
+    @abc.abstractmethod
+    def contents(self) -> Any:
+        """Everything that is stored, with weights that tell which rows are."""
+
+    @abc.abstractmethod
+    def update(self) -> Self:
+        """Move on: what was sampled is done with, counters of faults stay."""
+
+    @abc.abstractmethod
+    def check(self) -> Self:
+        """Raise, outside jit, if what is stored is not fit to learn from; else return self."""
+
+    @property
+    @abc.abstractmethod
+    def fill(self) -> tuple[Array, int, str]:
+        """(how many are written, of how many, what they are), for `repr`."""
+
+    # What follows from it.
+
+    @classmethod
+    def create_factory(cls, **options: Any) -> Callable[[Any], Self]:
+        """A function from one sample to a storage, with everything else decided now.
+
+        Example:
+          >>> from jaxroll import RolloutStorage, Transition
+          >>> make = RolloutStorage.create_factory(num_steps=16, discount=0.9)
+          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+          >>> make(step).num_steps
+          16
+        """
+        known = list(inspect.signature(cls.create).parameters)[1:]
+        for name in options:
+            if name not in known:
+                raise TypeError(unknown_name("option", name, known, cls.__name__))
+        return functools.partial(cls.create, **options)
+
+    def insert_transition(self, sample: Any) -> Self:
+        """Another name of `add`."""
+        return self.add(sample)
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> Any:
+        """Everything that is stored, as numpy arrays with `data_to_cpu`; the storage is unchanged.
+
+        Returns:
+          leaves [T, B, ...], with weights that are 0 for rows not written.
+        """
+        contents = self.contents()
+        return jax.device_get(contents) if data_to_cpu else contents
+
+    def after_gradients(self, info: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """`update`, and `info` extended by what the storage counts.
+
+        Returns:
+          (storage, info): a new dict; the one given is not changed.
+        """
+        return self.update(), {**info, **self.counters()}
+
+    def counters(self) -> dict[str, Array]:
+        """What the storage counts, by name, for logs."""
+        return {}
+
+    def generate_batches(
+        self,
+        key: jax.Array | None = None,
+        *,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        by: By | None = None,
+        sequence_length: int | None = None,
+        remainder: Remainder = "error",
+    ) -> Batches:
+        """Minibatches for all epochs: iterate over them in Python, or `.scan` them inside jit.
+
+        Example:
+          >>> from jaxroll import RolloutStorage, Transition
+          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+          >>> storage = RolloutStorage.create(step, num_steps=4)
+          >>> batches = storage.generate_batches(jax.random.key(0), num_mini_batch=2, num_epochs=3)
+          >>> len(batches), {batch.transition.obs.shape for batch in batches}
+          (6, {(4, 3)})
+        """
+        row_plan = self.plan(
+            key,
+            num_mini_batch=num_mini_batch,
+            mini_batch_size=mini_batch_size,
+            num_epochs=num_epochs,
+            shuffle=shuffle,
+            by=by,
+            sequence_length=sequence_length,
+            remainder=remainder,
+        )
+        return Batches(self, row_plan)
+
+    def reset(self) -> Self:
+        """Empty, and all counters 0."""
+        zero = {name: jnp.zeros_like(count) for name, count in self._counts().items()}
+        return self.update()._with_counts(zero)
+
+    def _counts(self) -> dict[str, Array]:
+        """The leaves that only ever grow, by field name."""
+        return {}
+
+    def _with_counts(self, counts: dict[str, Array]) -> Self:
+        return self.replace(**counts)
+
+    def update_storage_parameter(self, name: str, value: Any) -> Self:
+        """A storage with one hyperparameter changed; nothing is compiled again.
+
+        Example:
+          >>> from jaxroll import RolloutStorage, Transition
+          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+          >>> RolloutStorage.create(step, 4).update_storage_parameter("discount", 0.5).discount
+          array(0.5, dtype=float32)
+        """
+        if name not in self.parameters:
+            kind = type(self).__name__
+            raise ValueError(unknown_name("parameter", name, list(self.parameters), kind))
+        return self.replace(**{name: value})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(_nbytes(x) for x in jax.tree.leaves(self))
+
+    def __repr__(self) -> str:
+        written, capacity, what = self.fill
+        known = written if not isinstance(written, jax.core.Tracer) else "?"
+        lines = [f"{type(self).__name__}({known} of {capacity} {what}, {_size(self.nbytes)}"]
+        for path, x in jax.tree.leaves_with_path(self):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            shown = f"{jnp.result_type(x)}{list(np.shape(x))}"
+            if np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
+                shown = str(np.asarray(x).item())
+            lines.append(f"  {name}: {shown}")
+        return "\n".join(lines) + ")"
+
+
+class Batches:
+    """Minibatches of a storage, gathered one at a time: an iterable, and a scan inside jit."""
+
+    def __init__(self, storage: Storage, plan: MinibatchPlan):
+        self.storage = storage
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(len(self)):
+            yield _minibatch(self.storage, jax.tree.map(lambda x, i=i: x[i], self.plan))
+
+    def scan(self, step: Callable[[Any, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """`jax.lax.scan` of `step(carry, minibatch) -> (carry, output)` over all minibatches."""
+        return jax.lax.scan(lambda c, row: step(c, self.storage.minibatch(row)), carry, self.plan)
+
+    def stacked(self) -> Any:
+        """All minibatches at once, leaves [E·M, N, ...]: for small data and for people."""
+        return jax.vmap(self.storage.minibatch)(self.plan)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_donated(storage: Any, *args: Any, **kwargs: Any) -> Any:
+    """`storage.add`, for loops in Python: compiled, and the old storage's memory is written to.
+
+    Outside jit a plain `add` copies the whole storage for each step. This one writes in place,
+    and for that takes the storage it is given: use only the one that it returns.
+
+    Example:
+      >>> from jaxroll import RolloutStorage, Transition
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+      ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+      >>> storage = RolloutStorage.create(step, num_steps=4)
+      >>> for _ in range(4):
+      ...     storage = add_donated(storage, step)
+      >>> bool(storage.is_full)
+      True
+    """
+    return storage.add(*args, **kwargs)
+
+
+@jax.jit
+def _minibatch(storage: Storage, row: MinibatchPlan) -> Any:
+    return storage.minibatch(row)
+
+
+def unknown_name(kind: str, name: str, known: list[str], where: str) -> str:
+    """The text of an error for a name that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{where} has no {kind} {name!r}; it has {', '.join(known) or 'none'}.{hint}"
+
+
+def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    """`got` as arrays, after checking structure, shapes and dtypes against `expected`.
+
+    Args:
+      what: how to call it in an error.
+      got: leaves [*leading, ...].
+      expected: leaves [...] that give shape and dtype.
+      leading: axes that `got` has in front.
+    """
+    got_leaves, got_tree = jax.tree.flatten(got)
+    leaves, tree = jax.tree.flatten(expected)
+    if got_tree != tree:
+        raise ValueError(
+            f"{what} must have the structure of the example given to create.\n"
+            f"  created with: {_names(expected)}\n  got:          {_names(got)}\n"
+            "Leave out of both, or give to both, the fields that differ."
+        )
+    paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in _paths(expected)]
+    out = []
+    for path, x, like in zip(paths, got_leaves, leaves):
+        shape = (*leading, *like.shape)
+        x = jnp.asarray(x)
+        if x.shape != shape:
+            raise ValueError(
+                f"{what}: {path} must have the shape {list(shape)}, got {list(x.shape)}."
+            )
+        if x.dtype != like.dtype:
+            raise TypeError(
+                f"{what}: {path} must be {like.dtype} as in the example given to create, got "
+                f"{x.dtype}. Use .astype({str(like.dtype)!r}), or create from an example of "
+                f"{x.dtype}."
+            )
+        out.append(x)
+    return jax.tree.unflatten(tree, out)
+
+
+def allocate(example: PyTree, leading: int | None, after: int = 0) -> PyTree:
+    """Zeros like `example`, with an axis of this size put in at position `after`."""
+
+    def zeros(x: Any) -> Array:
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        shape = np.shape(x)
+        if leading is not None:
+            shape = (*shape[:after], leading, *shape[after:])
+        return jnp.zeros(shape, dtype)
+
+    return jax.tree.map(zeros, example)
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether x is a plain numpy number, known while tracing."""
+    return isinstance(x, np.ndarray | np.generic | int)
+
+
+def _paths(tree: PyTree) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(tree)
+
+
+def _names(tree: PyTree) -> str:
+    return ", ".join(jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in _paths(tree))
+
+
+def _nbytes(x: Any) -> int:
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x)
+        dtype = x.dtype
+    return int(np.prod(np.shape(x), dtype=np.int64)) * dtype.itemsize
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} GB"

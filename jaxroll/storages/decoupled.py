@@ -1,0 +1,59 @@
+"""The decoupled rollout storage: policy and value are trained on their own epochs."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import jax
+
+from jaxroll.storages.rollout import RolloutStorage
+from jaxroll.types import Minibatch, Targets, Transition
+
+
+class DecoupledRolloutStorage(RolloutStorage):
+    """A rollout storage whose steps carry a predicted advantage, for algorithms like DAAC.
+
+    `extras["adv_pred"]` is required. `policy_rows` and `value_rows` are the same storage with
+    only what one side's loss reads, so that its minibatches gather nothing else.
+
+    Example:
+      >>> import numpy as np
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.ones(2),
+      ...                   terminated=np.zeros(2, bool), log_prob=np.zeros(2), value=np.zeros(2),
+      ...                   extras={"adv_pred": np.zeros(2)})
+      >>> storage = DecoupledRolloutStorage.create(step, num_steps=4)
+      >>> storage.sample_policy(jax.random.key(0), num_mini_batch=2).transition.value is None
+      True
+    """
+
+    @classmethod
+    def create(cls, example: Transition, num_steps: int, **options: Any) -> Self:
+        """As `RolloutStorage.create`; the example has extras["adv_pred"] [B]."""
+        extras = getattr(example, "extras", None)
+        if not isinstance(extras, dict) or "adv_pred" not in extras:
+            got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
+            raise ValueError(
+                f'a DecoupledRolloutStorage needs extras["adv_pred"], the predicted advantage [B], '
+                f'got extras {got}. Write Transition(..., extras={{"adv_pred": ...}}).'
+            )
+        return super().create(example, num_steps, **options)
+
+    def policy_rows(self) -> Self:
+        """For the policy's epochs: observations, actions, log-probabilities, advantages."""
+        data = self.data.replace(value=None, bootstrap_value=None, reward=None)
+        return self.replace(data=data, targets=Targets(self.targets.advantages, None))
+
+    def value_rows(self) -> Self:
+        """For the critic's epochs: observations, old values and returns."""
+        data = self.data.replace(
+            action=None, log_prob=None, extras=None, bootstrap_value=None, reward=None
+        )
+        return self.replace(data=data, targets=Targets(None, self.targets.returns))
+
+    def sample_policy(self, key: jax.Array, num_mini_batch: int = 8) -> Minibatch:
+        """One epoch for the policy, stacked: leaves [M, N, ...]."""
+        return self.policy_rows().sample(key, num_mini_batch)
+
+    def sample_value(self, key: jax.Array, num_mini_batch: int = 8) -> Minibatch:
+        """One epoch for the critic, stacked: leaves [M, N, ...]."""
+        return self.value_rows().sample(key, num_mini_batch)

@@ -1,0 +1,392 @@
+"""The distributed storage: a ring of unrolls between actors and learners, as one pytree.
+
+A slot holds one environment's unroll of T steps with everything a learner needs to value it under
+its own params: the last observation, the recurrent state at the start, the final observations of
+truncated steps, and the version of the policy that acted. Slots are neighbours along axis 1 of
+leaves [T, K, ...]; because K is a multiple of what is written and of what is read, both are plain
+slices. First in, first out; each unroll is read once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxroll import minibatches
+from jaxroll.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.storages.base import Storage, allocate, check_like
+from jaxroll.types import Array, Node, PyTree, Transition
+
+
+class Unrolls(Node):
+    """Slots of the ring, side by side; `batch` of them are what a learner gets."""
+
+    transition: Transition  # [T, batch, ...]
+    last_obs: PyTree  # [batch, ...] the observation after the last step
+    last_is_first: Array  # [batch] bool: last_obs starts an episode
+    initial_carry: PyTree  # [batch, ...] the recurrent state before step 0
+    final_obs: PyTree  # [S, batch, ...] final observations of truncated steps
+    final_step: Array  # [S, batch] int32 the truncated step; T where the row is empty
+    version: Array  # [batch] int32 of the policy that acted
+    weights: Array  # [batch] float32; 0 where there was nothing to read
+
+
+class RingCounters(Node):
+    """Where the ring stands. Kept apart from the data: one for all actors in lockstep."""
+
+    read: Array  # [] int32 the oldest full slot
+    num_full: Array  # [] int32
+    dropped: Array  # [] int32 unrolls that found no free slot
+    overflow: Array  # [] int32 truncated steps whose final observation found no row
+
+    @classmethod
+    def create(cls) -> Self:
+        """All zero."""
+        return cls(*(np.zeros((), np.int32) for _ in range(4)))
+
+
+class DistributedStorage(Storage):
+    """K slots of unrolls, first in first out, for algorithms like IMPALA.
+
+    Example:
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.ones(2),
+      ...                   terminated=np.zeros(2, bool), log_prob=np.zeros(2))
+      >>> ring = DistributedStorage.create(step, num_steps=5, num_storages=8, batch_size=4)
+      >>> unroll = jax.tree.map(lambda x: np.stack([x] * 5), step)
+      >>> for version in range(2):
+      ...     ring = ring.add(unroll, last_obs=step.obs, version=version)
+      >>> bool(ring.can_sample), ring.sample().version.tolist()
+      (True, [0, 0, 1, 1])
+      >>> int(ring.update().num_full)
+      0
+    """
+
+    slots: Unrolls  # transition [T, K, ...], the rest [K, ...] or [S, K, ...]
+    counters_: RingCounters
+    num_envs: int = struct.field(pytree_node=False)
+    batch_size: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        example: Transition,
+        num_steps: int,
+        *,
+        num_storages: int = 80,
+        batch_size: int = 32,
+        initial_carry: PyTree = None,
+        final_rows: int = 1,
+    ) -> Self:
+        """Allocate K slots.
+
+        Args:
+          example: one step, leaves [B, ...]; B unrolls are added at a time.
+          num_steps: T, the length of an unroll.
+          num_storages: K, a multiple of B and of batch_size.
+          batch_size: unrolls that `sample` reads.
+          initial_carry: the policy's recurrent state, leaves [B, ...], or None.
+          final_rows: S, final observations of truncated steps kept for each slot; more are
+            counted, and the learner then falls back on the actor's value.
+        """
+        num_envs = int(np.shape(example.terminated)[0])
+        for name, number in (("num_envs", num_envs), ("batch_size", batch_size)):
+            if number < 1 or num_storages % number:
+                raise ValueError(
+                    f"num_storages must be a multiple of {name} = {number}, got {num_storages}. "
+                    f"Use num_storages={-(-num_storages // max(number, 1)) * max(number, 1)}, or a "
+                    f"{name} out of {minibatches.divisors(num_storages)}."
+                )
+        if num_steps < 1 or final_rows < 0:
+            raise ValueError(
+                f"num_steps must be at least 1 and final_rows at least 0, got {num_steps} and "
+                f"{final_rows}."
+            )
+        slot = jax.tree.map(lambda x: x[0], allocate((example, initial_carry), None))
+        example, carry = allocate(slot, num_storages)
+        slots = Unrolls(
+            transition=allocate(example, num_steps),
+            last_obs=allocate(example.obs, None),
+            last_is_first=jnp.zeros(num_storages, bool),
+            initial_carry=carry,
+            final_obs=allocate(example.obs, final_rows),
+            final_step=jnp.full((final_rows, num_storages), num_steps, jnp.int32),
+            version=jnp.zeros(num_storages, jnp.int32),
+            weights=jnp.ones(num_storages, jnp.float32),
+        )
+        return cls(
+            slots=slots,
+            counters_=RingCounters.create(),
+            num_envs=num_envs,
+            batch_size=batch_size,
+        )
+
+    # Sizes and state.
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return self.slots.transition.terminated.shape[0]
+
+    @property
+    def num_storages(self) -> int:
+        """K."""
+        return self.slots.version.shape[0]
+
+    @property
+    def num_full(self) -> Array:
+        """[] int32: unrolls waiting to be read."""
+        return self.counters_.num_full
+
+    @property
+    def dropped(self) -> Array:
+        """[] int32: unrolls that found no free slot."""
+        return self.counters_.dropped
+
+    @property
+    def can_add(self) -> Array:
+        """[] bool: the next B unrolls fit."""
+        return self.num_full + self.num_envs <= self.num_storages
+
+    @property
+    def can_sample(self) -> Array:
+        """[] bool: a whole batch is waiting."""
+        return self.num_full >= self.batch_size
+
+    @property
+    def fill(self) -> tuple[Array, int, str]:
+        """(unrolls waiting, K, "unrolls")."""
+        return self.num_full, self.num_storages, "unrolls"
+
+    # Writing.
+
+    def add(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        transition: Transition,
+        last_obs: PyTree,
+        initial_carry: PyTree = None,
+        version: Array | int = 0,
+        *,
+        last_is_first: Array | None = None,
+        final_obs: PyTree = None,
+        final_step: Array | None = None,
+        overflow: Array | int = 0,
+    ) -> Self:
+        """Write B unrolls into the next slots; with no room nothing is written, and it is counted.
+
+        Args:
+          transition: the unroll, leaves [T, B, ...].
+          last_obs: [B, ...] the observation after its last step.
+          initial_carry: [B, ...] the recurrent state before its first step.
+          version: [] or [B] of the policy that acted.
+          last_is_first: [B] bool, last_obs starts an episode; None: where the last step ended one.
+          final_obs: [S, B, ...] final observations of truncated steps (see `FinalRows`).
+          final_step: [S, B] int32 their steps, T where empty; required with final_obs.
+          overflow: how many truncated steps found no row.
+        """
+        size, slots = self.num_envs, self.slots
+        if last_is_first is None:
+            last_is_first = transition.terminated[-1]
+            if transition.truncated is not None:
+                last_is_first = last_is_first | transition.truncated[-1]
+        if final_obs is None:
+            final_obs = jax.tree.map(
+                lambda x: jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype), slots.final_obs
+            )
+            final_step = jnp.full((slots.final_step.shape[0], size), self.num_steps, jnp.int32)
+            if transition.truncated is not None:
+                lost = transition.truncated & ~transition.terminated
+                overflow = overflow + jnp.sum(lost, dtype=jnp.int32)
+        elif final_step is None:
+            raise ValueError(
+                "final_obs needs final_step, the [S, B] steps that were truncated (T where empty)."
+            )
+        new = Unrolls(
+            transition=transition,
+            last_obs=last_obs,
+            last_is_first=last_is_first,
+            initial_carry=initial_carry,
+            final_obs=final_obs,
+            final_step=final_step,
+            version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (size,)),
+            weights=jnp.ones(size, jnp.float32),
+        )
+        new = check_like("unroll", new, _slice_like(slots, size))
+        fits = self.can_add
+        counters = self.counters_
+        start = (counters.read + counters.num_full) % self.num_storages
+
+        def write(path: Any, x: Array, rows: Array) -> Array:
+            axis = _slot_axis(path)
+            old = jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+            rows = jnp.where(fits, rows, old)
+            return jax.lax.dynamic_update_slice_in_dim(x, rows, start, axis)
+
+        return self.replace(
+            slots=jax.tree_util.tree_map_with_path(write, slots, new),
+            counters_=counters.replace(
+                num_full=counters.num_full + jnp.where(fits, size, 0),
+                dropped=counters.dropped + jnp.where(fits, 0, size),
+                overflow=counters.overflow + jnp.where(fits, overflow, 0),
+            ),
+        )
+
+    def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
+        """Write B unrolls given as `Unrolls`, or a trajectory whose last row repeats nothing.
+
+        Args:
+          trajectory: `Unrolls` of B slots.
+          initial_carry: replaces the one in `trajectory` if given.
+        """
+        if not isinstance(trajectory, Unrolls):
+            raise TypeError(
+                "a DistributedStorage stores unrolls with their last observation: give Unrolls, or "
+                f"call add(trajectory, last_obs, ...). Got {type(trajectory).__name__}."
+            )
+        return self.add(
+            trajectory.transition,
+            trajectory.last_obs,
+            trajectory.initial_carry if initial_carry is None else initial_carry,
+            trajectory.version,
+            last_is_first=trajectory.last_is_first,
+            final_obs=trajectory.final_obs,
+            final_step=trajectory.final_step,
+        )
+
+    def before_gradients(self, last_values: PyTree = None) -> Self:
+        """Nothing: off-policy targets depend on the learner's params and belong to its loss."""
+        return self
+
+    # Reading.
+
+    def sample(self) -> Unrolls:
+        """The `batch_size` oldest unrolls, leaves [T, batch, ...]; weights 0 if there are fewer."""
+        start, size = self.counters_.read, self.batch_size
+
+        def read(path: Any, x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, size, _slot_axis(path))
+
+        batch = jax.tree_util.tree_map_with_path(read, self.slots)
+        return batch.replace(weights=batch.weights * self.can_sample)
+
+    def lag(self, version: Array | int) -> Array:
+        """[batch] how many versions the next batch is behind."""
+        return jnp.asarray(version, jnp.int32) - self.sample().version
+
+    def plan(
+        self,
+        key: jax.Array | None = None,
+        *,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = False,
+        by: By | None = None,
+        sequence_length: int | None = None,
+        remainder: Remainder = "error",
+    ) -> MinibatchPlan:
+        """The next batches in order; `update` once for each that was used.
+
+        Args:
+          num_mini_batch: how many batches, 1 by default.
+          mini_batch_size: must be the storage's batch_size if given.
+        """
+        count = 1 if num_mini_batch is None else num_mini_batch
+        if mini_batch_size not in (None, self.batch_size) or num_epochs != 1 or shuffle:
+            raise ValueError(
+                f"a DistributedStorage is read once, in order, batch_size = {self.batch_size} at a "
+                "time: num_epochs must be 1 and shuffle False. Create it with another batch_size."
+            )
+        if not 1 <= count <= self.num_storages // self.batch_size:
+            raise ValueError(
+                f"num_mini_batch must be between 1 and {self.num_storages // self.batch_size}, got "
+                f"{count}."
+            )
+        offset = jnp.arange(count * self.batch_size, dtype=jnp.int32)
+        weights = (offset < self.num_full).astype(jnp.float32)
+        slots = (self.counters_.read + offset) % self.num_storages
+        shape = (count, self.batch_size)
+        return MinibatchPlan(slots.reshape(shape), weights.reshape(shape))
+
+    def minibatch(self, row: MinibatchPlan) -> Unrolls:
+        """The unrolls in the slots that `row` names."""
+
+        def pick(path: Any, x: Array) -> Array:
+            return jnp.take(x, row.indices, axis=_slot_axis(path), mode="clip")
+
+        batch = jax.tree_util.tree_map_with_path(pick, self.slots)
+        return batch.replace(weights=row.weights)
+
+    def contents(self) -> Unrolls:
+        """All K slots; weights are 0 for those that are free."""
+        behind = jnp.arange(self.num_storages, dtype=jnp.int32) - self.counters_.read
+        full = behind % self.num_storages < self.num_full
+        return self.slots.replace(weights=full.astype(jnp.float32))
+
+    # Moving on.
+
+    def update(self) -> Self:
+        """Free the slots that `sample` read; nothing happens if there was no whole batch."""
+        counters = self.counters_
+        size = jnp.where(self.can_sample, self.batch_size, 0)
+        return self.replace(
+            counters_=counters.replace(
+                read=(counters.read + size) % self.num_storages, num_full=counters.num_full - size
+            )
+        )
+
+    def reset(self) -> Self:
+        """Empty, and all counters 0."""
+        return self.replace(counters_=jax.tree.map(jnp.zeros_like, self.counters_))
+
+    def counters(self) -> dict[str, Array]:
+        """`storage_dropped` unrolls and `storage_overflow` final observations."""
+        return {
+            "storage_dropped": self.counters_.dropped,
+            "storage_overflow": self.counters_.overflow,
+        }
+
+    def check(self) -> Self:
+        """Raise if unrolls were dropped, or none can be sampled, or one is not finite."""
+        counters = jax.device_get(self.counters_)
+        if counters.dropped:
+            raise ValueError(
+                f"{counters.dropped} unrolls found no free slot and were dropped: there are "
+                f"num_storages = {self.num_storages} and {counters.num_full} wait to be read. "
+                "Call sample and update before add when can_add is False."
+            )
+        if counters.num_full < self.batch_size:
+            raise ValueError(
+                f"{counters.num_full} unrolls are stored, fewer than batch_size = "
+                f"{self.batch_size}. Add more before sample; can_sample tells when."
+            )
+        contents = jax.device_get(self.contents())
+        for path, x in jax.tree.leaves_with_path(contents.transition):
+            if x.dtype.kind not in "fV":
+                continue
+            bad = ~np.isfinite(x.astype(np.float32)) & (
+                contents.weights.reshape(1, -1, *[1] * (x.ndim - 2)) > 0
+            )
+            if bad.any():
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(
+                    f"{name} is not finite in {bad.sum()} places, first in slot "
+                    f"{np.argwhere(bad)[0][1]}."
+                )
+        return self
+
+
+def _slot_axis(path: Any) -> int:
+    """Slots are axis 1 of what has a time or a row axis, and axis 0 of the rest."""
+    return 1 if path[0].name in ("transition", "final_obs", "final_step") else 0
+
+
+def _slice_like(slots: Unrolls, size: int) -> Unrolls:
+    def like(path: Any, x: Array) -> jax.ShapeDtypeStruct:
+        axis = _slot_axis(path)
+        return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(like, slots)

@@ -1,0 +1,457 @@
+"""The rollout storage: T steps of B environments, their targets, and minibatches of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxroll import estimators, minibatches
+from jaxroll.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.storages.base import Storage, allocate, check_like, is_concrete
+from jaxroll.types import Array, Minibatch, PyTree, Targets, Transition, as_leaf
+
+
+class RolloutStorage(Storage):
+    """Experience of on-policy algorithms: filled, turned into targets, sampled, emptied.
+
+    The observation after the last step is not here; its value comes as `last_values`.
+
+    Example:
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.ones(2),
+      ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+      >>> storage = RolloutStorage.create(step, num_steps=4, discount=0.5)
+      >>> for _ in range(4):
+      ...     storage = storage.add(step)
+      >>> storage = storage.compute_returns_and_advantages(last_values=np.zeros(2))
+      >>> storage.sample(jax.random.key(0), num_mini_batch=2).transition.obs.shape
+      (2, 4, 3)
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda", "episodic")
+
+    data: Transition  # [T, B, ...]
+    targets: Targets  # [T, B], or dicts of streams
+    initial_carry: PyTree  # [C, B, ...] before steps 0, L, 2L, …; None without recurrence
+    position: Array  # [] int32: rows written
+    dropped: Array  # [] int32: adds past the end, since create or reset
+    has_targets: Array  # [] bool
+    discount: PyTree  # [] float32, or a dict of streams
+    gae_lambda: PyTree  # [] float32, or a dict of streams
+    episodic: PyTree  # None: all streams end with the episode; else [] bool or a dict
+    sequence_length: int | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def create(
+        cls,
+        example: Transition,
+        num_steps: int,
+        *,
+        discount: PyTree = 0.99,
+        gae_lambda: PyTree = 0.95,
+        episodic: PyTree = None,
+        initial_carry: PyTree = None,
+        sequence_length: int | None = None,
+    ) -> Self:
+        """Allocate T rows like `example`.
+
+        Args:
+          example: one step, leaves [B, ...]. Dtypes are kept as given.
+          num_steps: T.
+          discount: γ, a number, or a dict with one for each stream of `value`.
+          gae_lambda: λ, likewise.
+          episodic: False (or a dict of bools) for streams that ignore the end of an episode.
+          initial_carry: the policy's recurrent state, leaves [B, ...]; minibatches are then
+            sequences that start with it. None: a feed-forward policy.
+          sequence_length: L steps for each sequence, must divide T; None: all T.
+        """
+        if not isinstance(example, Transition):
+            raise TypeError(
+                f"example must be a jaxroll.Transition with leaves [B, ...], got "
+                f"{type(example).__name__}. Write Transition(obs=..., action=..., reward=..., "
+                "terminated=..., value=...); put anything else into extras."
+            )
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
+        if example.value is None:
+            raise ValueError(
+                "a RolloutStorage computes advantages, so the example needs a value [B]. "
+                "Give Transition(..., value=V(obs)), or zeros where there is no critic."
+            )
+        batch = {np.shape(x)[:1] for x in jax.tree.leaves(example)}
+        if len(batch) != 1 or batch == {()}:
+            shapes = ", ".join(
+                f"{jax.tree_util.keystr(path, simple=True, separator='.')} {list(np.shape(x))}"
+                for path, x in jax.tree.leaves_with_path(example)
+            )
+            raise ValueError(
+                f"every leaf of the example must start with the same axis B, got {shapes}. "
+                "Write x[None] for a single environment."
+            )
+        if example.truncated is not None and example.bootstrap_value is None:
+            raise ValueError(
+                "an example with truncated needs bootstrap_value, V(final observation) of the "
+                "truncated steps. Give both, or neither if no episode is cut short."
+            )
+        length = num_steps if sequence_length is None else sequence_length
+        if length < 1 or num_steps % length:
+            raise ValueError(
+                f"sequence_length must divide num_steps = {num_steps}, got {length}. "
+                f"Use one of {minibatches.divisors(num_steps)}."
+            )
+        streams = _streams(example)
+        data = allocate(example, num_steps)
+        return cls(
+            data=data,
+            targets=Targets(allocate(example.value, num_steps), allocate(example.value, num_steps)),
+            initial_carry=allocate(initial_carry, num_steps // length),
+            position=np.zeros((), np.int32),
+            dropped=np.zeros((), np.int32),
+            has_targets=np.zeros((), bool),
+            discount=_per_stream("discount", discount, streams),
+            gae_lambda=_per_stream("gae_lambda", gae_lambda, streams),
+            episodic=None if episodic is None else _per_stream("episodic", episodic, streams),
+            sequence_length=sequence_length,
+        )
+
+    # Sizes, read off the shapes.
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return self.data.terminated.shape[0]
+
+    @property
+    def num_envs(self) -> int:
+        """B."""
+        return self.data.terminated.shape[1]
+
+    @property
+    def is_full(self) -> Array:
+        """[] bool: all T rows are written."""
+        return self.position >= self.num_steps
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether minibatches are sequences with an initial carry."""
+        return bool(jax.tree.leaves(self.initial_carry))
+
+    @property
+    def fill(self) -> tuple[Array, int, str]:
+        """(rows written, T, "steps")."""
+        return self.position, self.num_steps, "steps"
+
+    # Writing.
+
+    def add(self, transition: Transition, carry: PyTree = None) -> Self:
+        """Write the next step; past the end nothing is written and `dropped` grows.
+
+        Args:
+          transition: leaves [B, ...] with the structure and dtypes of the example.
+          carry: the recurrent state before this step, if the storage was created with one.
+        """
+        transition = check_like("transition", transition, _row(self.data))
+        full = self.is_full
+        index = jnp.minimum(self.position, self.num_steps - 1)
+
+        def write(x: Array, row: Array, index: Array, keep: Array) -> Array:
+            old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(x, jnp.where(keep, old, row), index, 0)
+
+        initial_carry = self.initial_carry
+        if self.is_recurrent:
+            if carry is None:
+                raise ValueError(
+                    "this storage was created with an initial_carry: give add(transition, carry) "
+                    "the recurrent state from before the step."
+                )
+            carry = check_like("carry", carry, _row(initial_carry))
+            length = self.sequence_length or self.num_steps
+            inside = full | (self.position % length != 0)
+            initial_carry = jax.tree.map(
+                lambda x, row: write(x, row, index // length, inside), initial_carry, carry
+            )
+        return self.replace(
+            data=jax.tree.map(lambda x, row: write(x, row, index, full), self.data, transition),
+            initial_carry=initial_carry,
+            position=jnp.where(full, self.position, self.position + 1),
+            dropped=self.dropped + full,
+            has_targets=jnp.zeros_like(self.has_targets),
+        )
+
+    def insert_data_slice(self, trajectory: Transition, initial_carry: PyTree = None) -> Self:
+        """Replace what is stored by a trajectory of up to T steps; a full one is not copied.
+
+        Args:
+          trajectory: leaves [T, B, ...]; with fewer steps the rest counts as not written.
+          initial_carry: [C, B, ...] the recurrent states at the start of each sequence.
+        """
+        steps = len(jnp.asarray(trajectory.terminated))
+        if not 1 <= steps <= self.num_steps:
+            raise ValueError(
+                f"a trajectory must have between 1 and num_steps = {self.num_steps} steps, got "
+                f"{steps}. Create the storage with num_steps={steps}."
+            )
+        data = check_like("trajectory", trajectory, _row(self.data), (steps,))
+        if steps < self.num_steps:
+            data = jax.tree.map(
+                lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0), self.data, data
+            )
+        carry = self.initial_carry
+        if self.is_recurrent:
+            carry = check_like("initial_carry", initial_carry, carry)
+        return self.replace(
+            data=data,
+            initial_carry=carry,
+            position=np.asarray(steps, np.int32),
+            has_targets=np.zeros((), bool),
+        )
+
+    # Targets.
+
+    def compute_returns_and_advantages(self, last_values: PyTree) -> Self:
+        """Raw advantages and returns of every row, by `jaxroll.estimators.gae`.
+
+        Args:
+          last_values: [B] V of the observation after the last written step; a dict for streams.
+        """
+        data = self.data
+        values, valid = data.value, data.valid
+        if not (is_concrete(self.position) and int(self.position) == self.num_steps):
+            # Rows not written are not experience, and last_values stands where they begin.
+            unwritten = jnp.arange(self.num_steps)[:, None] >= self.position
+            unwritten = jnp.broadcast_to(unwritten, data.terminated.shape)
+            valid = ~unwritten if valid is None else valid & ~unwritten
+            values = jax.tree.map(
+                lambda v, last: jnp.where(unwritten, jnp.asarray(last, v.dtype)[None], v),
+                values,
+                self._like_value("last_values", last_values),
+            )
+        streams = _streams(data)
+
+        def targets(name: str | None) -> Targets:
+            def of(x: PyTree) -> Any:
+                return x if name is None or x is None else x[name]
+
+            def ends(flags: Array | None) -> Array | None:
+                return (
+                    flags if flags is None or self.episodic is None else flags & of(self.episodic)
+                )
+
+            return estimators.gae(
+                of(data.reward),
+                of(values),
+                of(last_values),
+                ends(data.terminated),
+                ends(data.truncated),
+                of(data.bootstrap_value),
+                of(self.discount),
+                of(self.gae_lambda),
+                valid=valid,
+            )
+
+        if streams is None:
+            result = targets(None)
+        else:
+            each = {name: targets(name) for name in streams}
+            result = Targets(
+                advantages={name: t.advantages for name, t in each.items()},
+                returns={name: t.returns for name, t in each.items()},
+            )
+        return self.replace(targets=result, has_targets=np.ones((), bool))
+
+    def before_gradients(self, last_values: PyTree) -> Self:
+        """The targets; override it to change rewards or add targets of your own."""
+        return self.compute_returns_and_advantages(last_values)
+
+    # Reading.
+
+    def plan(
+        self,
+        key: jax.Array | None,
+        *,
+        num_mini_batch: int | None = None,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        by: By | None = None,
+        sequence_length: int | None = None,
+        remainder: Remainder = "error",
+    ) -> MinibatchPlan:
+        """Which rows go into which minibatch; see `jaxroll.minibatches.plan`.
+
+        With a carry, rows are sequences of the storage's `sequence_length` unless said otherwise.
+        """
+        if by is None:
+            by = "step"
+            if self.is_recurrent or sequence_length is not None:
+                sequence_length = sequence_length or self.sequence_length
+                by = "sequence" if sequence_length is not None else "environment"
+        row_plan = minibatches.plan(
+            key,
+            num_steps=self.num_steps,
+            num_envs=self.num_envs,
+            num_mini_batch=num_mini_batch,
+            mini_batch_size=mini_batch_size,
+            num_epochs=num_epochs,
+            shuffle=shuffle,
+            by=by,
+            sequence_length=sequence_length,
+            remainder=remainder,
+        )
+        stored = self.sequence_length or self.num_steps
+        if self.is_recurrent and row_plan.sequence_length not in (None, stored):
+            raise ValueError(
+                f"the carries are stored every {stored} steps, so sequences must have that length, "
+                f"got {row_plan.sequence_length}. Create the storage with sequence_length="
+                f"{row_plan.sequence_length}."
+            )
+        return row_plan
+
+    def minibatch(self, row: MinibatchPlan) -> Minibatch:
+        """One minibatch: leaves [N, ...], or [L, N, ...] with initial carries for sequences."""
+        picked, targets, weights = minibatches.take((self.data, self.targets, self._weights()), row)
+        plan_weights = jnp.broadcast_to(row.weights, row.weights.shape)
+        if row.sequence_length is not None:
+            plan_weights = jnp.broadcast_to(
+                plan_weights[None], (row.sequence_length, *plan_weights.shape)
+            )
+        carry = None
+        if self.is_recurrent and row.sequence_length is not None:
+            carry = minibatches.take(self.initial_carry, row.replace(sequence_length=None))
+        return Minibatch(
+            transition=picked,
+            targets=targets,
+            weights=plan_weights if weights is None else plan_weights * weights,
+            initial_carry=carry,
+        )
+
+    def sample(
+        self, key: jax.Array, num_mini_batch: int = 8, *, remainder: Remainder = "error"
+    ) -> Minibatch:
+        """One epoch of shuffled minibatches, stacked: leaves [M, N, ...].
+
+        The materialised form, for small data and for people; agents scan `plan` instead.
+        """
+        batches = self.generate_batches(key, num_mini_batch=num_mini_batch, remainder=remainder)
+        return batches.stacked()
+
+    def contents(self) -> Minibatch:
+        """All rows in order, leaves [T, B, ...]; weights are 0 for rows not written."""
+        weights = self._weights()
+        if weights is None:
+            weights = jnp.ones((self.num_steps, self.num_envs), jnp.float32)
+        return Minibatch(self.data, self.targets, weights, self.initial_carry)
+
+    def _weights(self) -> Array | None:
+        """[T, B] 1 for rows that are experience; None if all are."""
+        weights = None
+        if self.data.valid is not None:
+            weights = self.data.valid.astype(jnp.float32)
+        if is_concrete(self.position) and int(self.position) == self.num_steps:
+            return weights
+        shape = (self.num_steps, self.num_envs)
+        written = (jnp.arange(self.num_steps) < self.position).astype(jnp.float32)
+        written = jnp.broadcast_to(written[:, None], shape)
+        return written if weights is None else weights * written
+
+    # Moving on.
+
+    def update(self) -> Self:
+        """Empty again: the next add writes row 0."""
+        return self.replace(
+            position=jnp.zeros_like(self.position), has_targets=jnp.zeros_like(self.has_targets)
+        )
+
+    def _counts(self) -> dict[str, Array]:
+        return {"dropped": self.dropped}
+
+    def counters(self) -> dict[str, Array]:
+        """`storage_dropped`: adds past the end."""
+        return {"storage_dropped": self.dropped}
+
+    def check(self, *, partial: bool = False) -> Self:
+        """Raise if this storage is not fit to be sampled; outside jit only.
+
+        Args:
+          partial: a storage that is not full is fine.
+        """
+        position, dropped, has_targets = jax.device_get(
+            (self.position, self.dropped, self.has_targets)
+        )
+        if dropped:
+            raise ValueError(
+                f"{dropped} steps were added past the end and dropped: the storage has num_steps = "
+                f"{self.num_steps} rows. Call storage.update() after each rollout, or create it "
+                f"with more rows."
+            )
+        if not partial and position < self.num_steps:
+            raise ValueError(
+                f"the storage is not full: {position} of {self.num_steps} steps are written and "
+                "the rest weighs 0. Add the rest, or use check(partial=True) if that is meant."
+            )
+        if not has_targets:
+            raise ValueError(
+                "there are no targets for what is stored. Call "
+                "storage = storage.compute_returns_and_advantages(last_values) before sampling."
+            )
+        contents = self.contents()
+        weights = np.asarray(contents.weights) > 0
+        checked = {"value": self.data.value, "reward": self.data.reward, "targets": self.targets}
+        for path, x in jax.tree.leaves_with_path(checked):
+            bad = ~np.isfinite(np.asarray(x, np.float32)) & weights
+            if bad.any():
+                t, b = np.argwhere(bad)[0]
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(
+                    f"{name} is not finite in {bad.sum()} rows, first at step {t} of environment "
+                    f"{b}. Look at the reward, value and last_values that were given there."
+                )
+        return self
+
+    def _like_value(self, what: str, x: PyTree) -> PyTree:
+        if jax.tree.structure(x) != jax.tree.structure(self.data.value):
+            expected = _streams(self.data) or "a single array"
+            raise ValueError(
+                f"{what} must have the streams of value, {expected}, got {jax.tree.structure(x)}."
+            )
+        return x
+
+
+def _row(tree: PyTree) -> PyTree:
+    """Shape and dtype of one row of leaves [T, ...]."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+def _streams(transition: Transition) -> list[str] | None:
+    """The names of the value streams; None for a single one."""
+    if not isinstance(transition.value, dict):
+        return None
+    names = sorted(transition.value)
+    for field in ("reward", "bootstrap_value"):
+        given = getattr(transition, field)
+        if given is None and field == "bootstrap_value":
+            continue
+        if not isinstance(given, dict) or sorted(given) != names:
+            got = sorted(given) if isinstance(given, dict) else "a single array"
+            raise ValueError(
+                f"value has the streams {names}, so {field} must be a dict of the same keys, got "
+                f"{got}."
+            )
+    return names
+
+
+def _per_stream(what: str, number: PyTree, streams: list[str] | None) -> PyTree:
+    if streams is None:
+        if isinstance(number, dict):
+            raise ValueError(
+                f"{what} is a dict of {sorted(number)}, but value is a single array. "
+                "Give a number, or a dict of values."
+            )
+        return as_leaf(number)
+    if isinstance(number, dict) and sorted(number) != streams:
+        raise ValueError(f"{what} must have the streams {streams}, got {sorted(number)}.")
+    return as_leaf({s: number[s] if isinstance(number, dict) else number for s in streams})
