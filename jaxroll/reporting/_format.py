@@ -1,0 +1,102 @@
+"""Numbers as people read them, and near matches for names that are not there."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+def format_count(value: float) -> str:
+    """Three significant digits and a letter.
+
+    Example:
+      >>> [format_count(x) for x in (0, 950, 1500, 999_999, 12_345_678, 3e9)]
+      ['0', '950', '1.5k', '1M', '12.3M', '3B']
+    """
+    if not math.isfinite(value) or abs(value) < 999.5:
+        return f"{value:.3g}"
+    exponent = min(int(math.log10(float(f"{abs(value):.3g}"))) // 3, 4)
+    scaled = value / 1000**exponent
+    digits = f"{scaled:.3g}" if abs(scaled) < 999.5 else f"{scaled:.0f}"
+    return digits + " kMBT"[exponent]
+
+
+def format_duration(seconds: float) -> str:
+    """A time span, from tenths of a second to days.
+
+    Example:
+      >>> [format_duration(s) for s in (0.25, 12.34, 75, 3661, 200_000)]
+      ['0.2 s', '12.3 s', '1:15', '1:01:01', '2 d 7:33:20']
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    return format_clock(seconds)
+
+
+def format_clock(seconds: float) -> str:
+    """Whole seconds as on a clock, so that a running one does not change its width.
+
+    Example:
+      >>> format_clock(5.9), format_clock(3661)
+      ('0:05', '1:01:01')
+    """
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour}:{minute:02}:{second:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def format_number(value: float) -> str:
+    """About four significant digits with a steady number of decimals.
+
+    Example:
+      >>> [format_number(x) for x in (0, 487.31, -12.5, 0.01234, 1e-5, 123_456.7, 2.5e8)]
+      ['0.00', '487.3', '-12.50', '0.012', '1.00e-05', '123,457', '2.50e+08']
+    """
+    size = abs(value)
+    if not math.isfinite(size):
+        return str(value)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{value:.2e}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return (
+        f"{value:.1f}"
+        if size >= 100
+        else f"{value:.2f}"
+        if size >= 1 or not size
+        else f"{value:.3f}"
+    )
+
+
+def format_mean(mean: float, spread: float) -> str:
+    """A mean ± its spread, both with the decimals of the mean.
+
+    Example:
+      >>> format_mean(490.0, 10.04), format_mean(12_345.6, 1.7), format_mean(-0.5, 0.01)
+      ('490.0 ± 10.0', '12,346 ± 2', '-0.500 ± 0.010')
+    """
+    text = format_number(mean)
+    if "e" in text or not math.isfinite(mean):
+        return f"{text} ± {format_number(spread)}"
+    decimals = len(text.partition(".")[2])
+    return f"{text} ± {spread:,.{decimals}f}"
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: which names were meant, or which there are.
+
+    Example:
+      >>> near_matches("episode_retrun", ["step", "episode_return"])
+      'Did you mean "episode_return"?'
+      >>> near_matches("x", ["step", "fps"])
+      'There are: step, fps.'
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3)
+    if close:
+        return f"Did you mean {' or '.join(repr(c).replace(chr(39), chr(34)) for c in close)}?"
+    return f"There are: {', '.join(known) or 'none'}."
