@@ -7,19 +7,19 @@ import math
 from collections.abc import Iterable
 
 
-def format_count(value: float) -> str:
-    """Three significant digits and a letter.
+def format_count(value: float, digits: int = 3) -> str:
+    """A few significant digits and a letter.
 
     Example:
       >>> [format_count(x) for x in (0, 950, 1500, 999_999, 12_345_678, 3e9)]
       ['0', '950', '1.5k', '1M', '12.3M', '3B']
     """
-    if not math.isfinite(value) or abs(value) < 999.5:
-        return f"{value:.3g}"
-    exponent = min(int(math.log10(float(f"{abs(value):.3g}"))) // 3, 4)
-    scaled = value / 1000**exponent
-    digits = f"{scaled:.3g}" if abs(scaled) < 999.5 else f"{scaled:.0f}"
-    return digits + " kMBT"[exponent]
+    value = float(f"{value:.{digits}g}")  # rounded first: 999,999 is a million
+    exponent = 0
+    while abs(value) >= 1000 and exponent < 4 and math.isfinite(value):
+        value, exponent = value / 1000, exponent + 1
+    text = f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
+    return text + ("", "k", "M", "B", "T")[exponent]
 
 
 def format_duration(seconds: float) -> str:

@@ -29,6 +29,7 @@ _DASHES = ("-", "--", "-.", ":")
 _GREY = "#5A5A5A"
 _FORMATS = (".png", ".svg", ".pdf")
 _TITLES = {"fps": "steps per second", "total_time": "seconds", "step": "steps"}
+_FROM_ZERO = ("fps", "policy_lag")  # small changes of these are not news
 
 
 class Curve(NamedTuple):
@@ -88,14 +89,14 @@ def plot_runs(
     if ax is not None and len(names) > 1:
         raise ValueError(f"ax holds one chart, got {len(names)} names: {', '.join(names)}.")
     figure, axes = _make_figure(len(names)) if ax is None else (_figure_of(ax), [ax])
-    num_seeds = 1
+    num_seeds: set[int] = set()
     for axis, name in zip(axes, names):
         curves = {
             label: curve
             for label, seeds in groups.items()
             if (curve := take_together([_series(h, x, name, smooth) for h in seeds], band))
         }
-        num_seeds = max([num_seeds, *(curve.num_seeds for curve in curves.values())])
+        num_seeds |= {curve.num_seeds for curve in curves.values()}
         styles = {label: _style(i) for i, label in enumerate(groups)}
         _draw(axis, curves, styles, shaded=band is not None)
         _dress(axis, x, name)
@@ -222,15 +223,27 @@ def _draw(axis: Axes, curves: Mapping[str, Curve], styles: Mapping[str, Any], sh
 
 
 def _dress(axis: Axes, x: str, name: str) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import Formatter, MaxNLocator
+
+    class CountFormatter(Formatter):
+        """1M instead of 1e6, with as many digits as tell the ticks apart."""
+
+        def __call__(self, value: float, pos: int | None = None) -> str:
+            return format_count(value).replace("-", "−")
+
+        def format_ticks(self, values: Any) -> list[str]:
+            texts: list[str] = []
+            for digits in range(3, 10):
+                texts = [format_count(value, digits).replace("-", "−") for value in values]
+                if len(set(texts)) == len(values):
+                    break
+            return texts
 
     axis.set_xlabel(_TITLES.get(x, x.replace("_", " ")))
     axis.set_ylabel(_TITLES.get(name, name.replace("_", " ")))
-    formatter = FuncFormatter(lambda value, _: format_count(value).replace("-", "−"))
-    axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.xaxis.set_major_formatter(formatter)
-    axis.yaxis.set_major_formatter(formatter)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
+        side.set_major_formatter(CountFormatter())
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#B0B0B0")
     axis.tick_params(color="#B0B0B0", labelcolor=_GREY)
@@ -239,7 +252,10 @@ def _dress(axis: Axes, x: str, name: str) -> None:
     axis.grid(color="#E6E6E6", lw=0.8)
     axis.set_axisbelow(True)
     axis.margins(x=0.01)
-    if name == "fps":
+    left, right = axis.get_xlim()
+    if 0 < left < 0.2 * right:  # a run that starts at the start, not a part of one
+        axis.set_xlim(left=0)
+    if name in _FROM_ZERO and axis.get_ylim()[0] >= 0:
         axis.set_ylim(bottom=0)
 
 
@@ -271,21 +287,19 @@ def _apart(heights: list[float], gap: float) -> list[float]:
       >>> [round(h, 3) for h in _apart([0.5, 0.52, 0.9], 0.1)]
       [0.46, 0.56, 0.9]
     """
-    blocks: list[list[Any]] = []  # [sum of wished starts, members]; merged while they overlap
-    for i in sorted(range(len(heights)), key=heights.__getitem__):
-        blocks.append([heights[i], [i]])
-        while len(blocks) > 1:
-            (low_sum, low), (high_sum, high) = blocks[-2:]
-            if low_sum / len(low) + gap * len(low) <= high_sum / len(high):
-                break
-            # Starts are wished relative to the block's first member.
-            blocks[-2:] = [[low_sum + high_sum - gap * len(low) * len(high), low + high]]
-    placed = list(heights)
-    for total, members in blocks:
-        first = min(max(total / len(members), 0.0), 1.0 - gap * (len(members) - 1))
-        for k, i in enumerate(members):
-            placed[i] = first + gap * k
-    return placed
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    # Less `gap` for each one below, the wishes need only not fall: a rising fit in least squares.
+    blocks: list[tuple[float, int]] = []  # (mean wish, members)
+    for rank, i in enumerate(order):
+        blocks.append((heights[i] - gap * rank, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (low, m), (high, n) = blocks[-2:]
+            blocks[-2:] = [((low * m + high * n) / (m + n), m + n)]
+    fitted = np.repeat([mean for mean, _ in blocks], [n for _, n in blocks])
+    fitted = np.clip(fitted, 0.0, max(0.0, 1.0 - gap * (len(heights) - 1)))
+    placed = np.empty(len(heights))
+    placed[order] = fitted + gap * np.arange(len(heights))
+    return placed.tolist()
 
 
 def _legend(figure: Figure, groups: Iterable[str], styles: Mapping[str, Any]) -> None:
@@ -313,10 +327,11 @@ def _head(figure: Figure, title: str | None, note: str) -> None:
         first.set_title(note, loc="left", fontsize=9, color=_GREY)
 
 
-def _note(num_seeds: int, band: str | None, smooth: int) -> str:
+def _note(num_seeds: set[int], band: str | None, smooth: int) -> str:
     parts = []
-    if num_seeds > 1:
-        parts.append(f"mean over {num_seeds} seeds")
+    if max(num_seeds, default=1) > 1:
+        least, most = min(num_seeds), max(num_seeds)
+        parts.append(f"mean over {most if least == most else f'{least}–{most}'} seeds")
         if band is not None:
             parts.append(f"band: {_BANDS[band]}")
     if smooth > 1:

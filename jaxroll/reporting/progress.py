@@ -189,7 +189,8 @@ class Progress:
             parts["status"] = f"{self.current_status} {waited}"
         elif (rate := self.rate()) is not None:
             # Between rare updates the time left goes on counting down.
-            left = (self.total_steps - self.step) / rate - (self._clock() - self._updated)
+            since_update = self._active(self._clock()) - self._samples[-1][0]
+            left = (self.total_steps - self.step) / rate - since_update
             parts["rate"] = f"{format_count(rate)} {self.unit}/s"
             parts["left"] = f"{format_clock(max(0.0, left))} left"
         return parts | {f"number {k}": f"{k} {text}" for k, text in self.numbers.items()}

@@ -1,0 +1,217 @@
+"""Loggers: each row once, after any kill and any resume."""
+
+import csv
+import json
+import math
+import os
+import struct
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxroll.reporting import CsvLogger, History, JsonlLogger, TensorBoardLogger, make_loggers
+
+
+def row(step):
+    values = {"step": step, "episode_return": 1.5 * step, "note": 'a "ü", b'}
+    return values | ({"eval_episode_return": float(step)} if step % 3 == 0 else {})
+
+
+def write(logger_type, path, steps, **options):
+    with logger_type(path, **options) as log:
+        for step in steps:
+            log(row(step))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(0, 8),
+    checkpoint=st.integers(0, 8),
+    cut=st.floats(0, 1),
+    kind=st.sampled_from([JsonlLogger, CsvLogger]),
+)
+def test_resume_after_a_kill_at_any_byte_leaves_each_row_once(
+    tmp_path_factory, num_rows, checkpoint, cut, kind
+):
+    directory = tmp_path_factory.mktemp("run")
+    whole, path = directory / "whole", directory / "cut"
+    write(kind, whole, range(1, 10))
+    checkpoint = min(checkpoint, num_rows)
+    write(kind, path, range(1, checkpoint + 1))
+    safe = path.stat().st_size  # rows up to the checkpoint were on disk before it
+    write(kind, path, range(checkpoint + 1, num_rows + 1))
+    content = path.read_bytes()
+    if kind is CsvLogger and content.count(b"\n") and num_rows >= 3 > checkpoint:
+        safe = content.index(b"\n") + 1  # a new column rewrote the file, whole
+        checkpoint = 0
+    path.write_bytes(content[: safe + int(cut * (len(content) - safe))])
+    write(kind, path, range(checkpoint + 1, 10), resume_from_step=checkpoint)
+    assert read(kind, path) == read(kind, whole)
+    assert not list(directory.glob("*.tmp"))
+
+
+def read(kind, path):
+    if kind is JsonlLogger:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_jsonl_without_a_resume_step_continues_and_repairs_half_a_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write(JsonlLogger, path, [1, 2])
+    with path.open("a") as file:
+        file.write('{"step": 3, "epis')
+    assert History.read(path).steps.tolist() == [1, 2]  # a reader of a live file sees whole rows
+    write(JsonlLogger, path, [3])
+    assert [r["step"] for r in read(JsonlLogger, path)] == [1, 2, 3]
+
+
+def test_row_is_on_disk_as_soon_as_it_is_logged(tmp_path):
+    log = JsonlLogger(tmp_path / "deep" / "m.jsonl")
+    log({"step": 1})
+    assert (tmp_path / "deep" / "m.jsonl").read_text() == '{"step": 1}\n'
+    log.close()
+
+
+def test_row_without_a_step_belongs_to_the_row_before(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"note": "kept"}\n{"step": 2}\n{"note": "dropped"}\n')
+    JsonlLogger(path, resume_from_step=1).close()
+    assert path.read_text() == '{"step": 1}\n{"note": "kept"}\n'
+
+
+def test_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"st\x00\n{"step": 2}\n')
+    with pytest.warns(UserWarning, match="line 2 is damaged"):
+        assert History.read(path).steps.tolist() == [1, 2]
+
+
+def test_failed_replacement_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    write(JsonlLogger, path, [1, 2, 3])
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        JsonlLogger(path, resume_from_step=1)
+    assert path.read_bytes() == before
+
+
+def test_numbers_of_every_kind_become_valid_json(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with JsonlLogger(path) as log:
+        log(
+            {
+                "step": np.int64(2**40),
+                "nan": math.nan,
+                "inf": -math.inf,
+                "numpy": np.float32(0.5),
+                "jax": jnp.float32(0.25),
+                "array": np.array([1.0, np.nan]),
+                "flag": np.bool_(True),
+                "none": None,
+            }
+        )
+
+    def forbid(name):
+        raise ValueError(name)
+
+    got = json.loads(path.read_text(), parse_constant=forbid)
+    assert got == {
+        "step": 2**40,
+        "nan": None,
+        "inf": None,
+        "numpy": 0.5,
+        "jax": 0.25,
+        "array": [1.0, None],
+        "flag": True,
+        "none": None,
+    }
+
+
+def test_row_of_something_else_is_refused(tmp_path):
+    with JsonlLogger(tmp_path / "m.jsonl") as log, pytest.raises(TypeError, match="numbers"):
+        log({"step": 1, "what": object()})
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+def test_csv_grows_columns_and_keeps_earlier_rows(tmp_path):
+    path = tmp_path / "m.csv"
+    with CsvLogger(path) as log:
+        log({"step": 1, "loss": math.nan})
+        log({"step": 2, "loss": 0.5, "eval": 3.0, "note": "two\nlines, one cell"})
+        log({"step": 3, "eval": 4.0})
+    want = 'step,loss,eval,note\n1,,,\n2,0.5,3.0,"two lines, one cell"\n3,,4.0,\n'
+    assert path.read_text() == want
+
+
+def events(directory):
+    """The records of TensorBoard's files: length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(directory.glob("events*")):
+        data, position = path.read_bytes(), 0
+        while position < len(data):
+            (length,) = struct.unpack("<Q", data[position : position + 8])
+            yield Event.FromString(data[position + 12 : position + 12 + length])
+            position += length + 16
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path):
+    with TensorBoardLogger(tmp_path) as log:
+        log({"step": 5, "loss": 0.5, "bad": math.nan, "note": "x", "returns": [1.0, 2.0]})
+        log({"step": 10, "loss": 0.25})
+    got = {
+        (value.tag, event.step): value.simple_value
+        for event in events(tmp_path)
+        for value in event.summary.value
+    }
+    want = {("loss", 5): 0.5, ("loss", 10): 0.25, ("returns/0", 5): 1.0, ("returns/1", 5): 2.0}
+    assert got == want
+
+
+def test_tensorboard_missing_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"jaxroll\[tensorboard\]"):
+        TensorBoardLogger(tmp_path)
+    with pytest.raises(ImportError, match=r"jaxroll\[tensorboard\]"):
+        make_loggers("tensorboard", tmp_path)
+
+
+def test_make_loggers_always_writes_jsonl_and_calls_functions(tmp_path):
+    rows, closed = [], []
+
+    class Mine:
+        def __call__(self, row):
+            rows.append(row)
+
+        def close(self):
+            closed.append(True)
+
+    with make_loggers(["csv", Mine(), rows.append], tmp_path) as log:
+        log({"step": 1})
+    assert rows == [{"step": 1}, {"step": 1}]
+    assert closed == [True]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+    with make_loggers("csv", tmp_path, resume_from_step=0) as log:
+        log({"step": 7})
+    assert History.read(tmp_path).steps.tolist() == [7]
+
+
+def test_make_loggers_errors_come_before_any_file(tmp_path):
+    with pytest.raises(ValueError, match='Did you mean "tensorboard"'):
+        make_loggers("tensorbord", tmp_path)
+    with pytest.raises(TypeError, match="a name or a function"):
+        make_loggers([3], tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="give a directory"):
+        make_loggers("csv")

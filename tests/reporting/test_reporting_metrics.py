@@ -1,0 +1,129 @@
+"""Metrics: sums on the device equal numpy's weighted means, whatever they are merged over."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxroll.reporting import Last, Max, Mean, Sum, all_reduce, compute, merge, reduce, zeros_like
+
+
+def measure(values, weights):
+    return {
+        "loss": Mean.of(values, weights),
+        "rows": Sum(jnp.sum(weights > 0)),
+        "largest": Max(jnp.max(values)),
+        "newest": Last.of(values[-1]),
+    }
+
+
+def batches(num, size=8, seed=0):
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(num, size)).astype(np.float32)
+    weights = rng.integers(0, 3, size=(num, size)).astype(np.float32)
+    return values, weights
+
+
+def expected(values, weights):
+    return {
+        "loss": np.average(values.astype(np.float64), weights=weights),
+        "rows": int((weights > 0).sum()),
+        "largest": values.max(),
+        "newest": values[-1, -1],
+    }
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_merged_minibatches_give_the_weighted_mean_of_all_rows():
+    values, weights = batches(5)
+    got = compute(functools.reduce(merge, [measure(v, w) for v, w in zip(values, weights)]))
+    assert_same(got, expected(values, weights))
+    mean_of_means = np.mean([np.average(v, weights=w) for v, w in zip(values, weights)])
+    assert abs(got["loss"] - mean_of_means) > 1e-3  # else this test shows nothing
+
+
+def test_metrics_are_a_scan_carry_and_reduce_what_scan_stacks():
+    values, weights = batches(6)
+
+    @jax.jit
+    def carried(values, weights):
+        shapes = jax.eval_shape(measure, values[0], weights[0])
+        step = lambda carry, x: (merge(carry, measure(*x)), None)  # noqa: E731
+        return jax.lax.scan(step, zeros_like(shapes), (values, weights))[0]
+
+    @jax.jit
+    def stacked(values, weights):
+        return reduce(jax.lax.map(lambda x: measure(*x), (values, weights)))
+
+    assert_same(compute(carried(values, weights)), expected(values, weights))
+    first, second = carried(values, weights), stacked(values, weights)
+    jax.tree.map(np.testing.assert_array_equal, first, second)  # the same order, the same bits
+
+
+def test_all_reduce_over_devices_equals_one_device():
+    values, weights = batches(4)
+    mesh = jax.make_mesh((4,), ("actors",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("actors"), P("actors")), out_specs=P())
+    def spread(values, weights):
+        return all_reduce(measure(values[0], weights[0]), "actors")
+
+    want = expected(values, weights)
+    want["newest"] = values[:, -1].mean()  # of the actors, each has a newest
+    assert_same(compute(spread(values, weights)), want)
+
+
+def test_vmapped_members_give_arrays_with_nan_where_a_member_measured_nothing():
+    values, weights = batches(3)
+    weights[1] = 0
+    got = compute(jax.vmap(measure)(values, weights))
+    want = [np.average(values[i], weights=weights[i]) for i in (0, 2)]
+    np.testing.assert_allclose(got["loss"][[0, 2]], want, rtol=1e-5)
+    assert np.isnan(got["loss"][1])
+
+
+def test_what_was_not_measured_is_missing_but_a_nan_loss_stays_visible():
+    nothing = zeros_like({"a": Mean.of(1.0), "b": Last.of(1.0), "c": Max(jnp.int32(3))})
+    assert compute(nothing) == {}
+    assert np.isnan(compute({"loss": Mean.of(jnp.nan)})["loss"])
+    assert np.isnan(compute({"largest": Max(jnp.float32(jnp.nan))})["largest"])
+
+
+def test_row_of_weight_zero_may_hold_nan():
+    assert compute({"x": Mean.of(jnp.array([2.0, jnp.nan]), jnp.array([1.0, 0.0]))}) == {"x": 2.0}
+
+
+def test_merging_with_zeros_changes_nothing():
+    metrics = measure(*[x[0] for x in batches(1)])
+    for merged in (merge(zeros_like(metrics), metrics), merge(metrics, zeros_like(metrics))):
+        jax.tree.map(np.testing.assert_array_equal, merged, metrics)
+        assert jax.tree.structure(merged) == jax.tree.structure(metrics)
+
+
+@given(st.lists(st.tuples(st.integers(-100, 100), st.integers(0, 9)), min_size=1, max_size=20))
+def test_mean_is_numpys(pairs):
+    values, weights = np.array(pairs, np.float32).T
+    got = compute({"x": Mean(np.sum(values * weights), np.sum(weights))})
+    if weights.sum():
+        assert got["x"] == pytest.approx(np.average(values, weights=weights), rel=1e-5, abs=1e-5)
+    else:
+        assert got == {}
+
+
+def test_errors_name_the_rule():
+    with pytest.raises(ValueError, match="only one side has: b"):
+        merge({"a": Mean.of(1.0)}, {"a": Mean.of(1.0), "b": Mean.of(1.0)})
+    with pytest.raises(ValueError, match="broadcast_to"):
+        Mean.of(jnp.ones((2, 3)), jnp.ones(3))
