@@ -1,0 +1,109 @@
+"""One live process for each run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from jaxroll.checkpoints.errors import CheckpointError, LockedError
+
+_HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+class RunLock:
+    """Holds a run directory for this process, until `release` or the process's end.
+
+    The operating system keeps the lock: `kill -9` frees it, so a dead process's lock is simply
+    taken over. Several processes of one program: let process 0 take it.
+
+    Args:
+      directory: the run's directory; made if it is not there.
+
+    Example:
+      >>> import tempfile
+      >>> with RunLock(tempfile.mkdtemp()) as lock:
+      ...     lock.is_held
+      True
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.path = Path(directory) / ".lock"
+        self._file: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock now."""
+        return self._file is not None
+
+    def acquire(self) -> RunLock:
+        """Take the lock; `LockedError` names who has it, `CheckpointError` why it cannot be had."""
+        if self.is_held:
+            return self
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to the run directory {self.path.parent}: {error}. "
+                "Choose another directory, or make it writable."
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(file)
+            os.close(file)
+            raise LockedError(
+                f"{self.path.parent} is in use by {owner}. Stop that process, or choose another "
+                "directory."
+            ) from None
+        except OSError as error:
+            os.close(file)
+            raise CheckpointError(f"cannot lock {self.path}: {error}") from error
+        self._file = file
+        _HELD.add(self)
+        text = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
+        # On a full disk the lock still holds, only its owner's name is unknown.
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(text).encode(), 0)
+        return self
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: deleted, it could be locked twice, as two files."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)
+            os.close(file)
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.release()
+
+
+def _owner(file: int) -> str:
+    try:
+        text = json.loads(os.pread(file, 4096, 0))
+        return f"process {text['pid']} on {text['host']} since {text['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _let_go_in_child() -> None:
+    # A forked environment worker that outlives its parent must not keep the run locked.
+    for lock in list(_HELD):
+        if lock._file is not None:
+            os.close(lock._file)
+            lock._file = None
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
