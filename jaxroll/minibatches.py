@@ -151,9 +151,12 @@ def permutation(key: jax.Array, n: int) -> Array:
         bits = jax.random.bits(key, (n,), jnp.uint32)
         return jax.lax.sort((bits, jnp.arange(n, dtype=jnp.int32)), num_keys=1)[1]
     low = max(1, int(n - 1).bit_length())
+    # The bits are drawn as 32-bit words: random draws are lowered later, outside the `with`.
+    bits = jax.random.bits(key, (2, n), jnp.uint32)
     with jax.enable_x64(True):
         mask = np.uint64((1 << low) - 1)
-        words = (jax.random.bits(key, (n,), jnp.uint64) & ~mask) | jnp.arange(n, dtype=jnp.uint64)
+        upper, lower = bits.astype(jnp.uint64)
+        words = (((upper << np.uint64(32)) | lower) & ~mask) | jnp.arange(n, dtype=jnp.uint64)
         order = (jax.lax.sort(words, is_stable=False) & mask).astype(jnp.int32)
     return order
 
@@ -220,6 +223,11 @@ def _sizes(
                 f'Use {near}, or remainder="drop".'
             )
         other = total // given
+    if size is None and (given - 1) * other >= total:
+        raise ValueError(
+            f"num_mini_batch = {given} minibatches of {other} rows leave some with nothing but "
+            f"padding, since {what} = {total}. Use {-(-total // other)}."
+        )
     return (given, other) if size is None else (other, size)
 
 

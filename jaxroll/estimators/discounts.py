@@ -26,16 +26,18 @@ def after(onward: Array, row: Any) -> Array:
 
     Args:
       onward: [B] what the backward walk carries.
-      row: has `terminated` [B], `truncated` [B] and `bootstrap_values` [B]; None: never so.
+      row: has `terminated` [B], `truncated` [B], `bootstrap_values` [B] and `valid` [B]; None:
+        never so (`valid`: always).
 
     Returns:
-      [B] the value of the successor; multiply by the discount and add to the reward.
+      [B] the value of the successor; multiply by the discount and add to the reward. It is 0
+      in a row that is not valid, so that nothing there reaches a gradient either.
     """
     if row.truncated is not None:
         onward = jnp.where(row.truncated, row.bootstrap_values, onward)
     if row.terminated is not None:
         onward = jnp.where(row.terminated, jnp.zeros_like(onward), onward)
-    return onward
+    return only_valid(row.valid, onward, jnp.zeros_like(onward))
 
 
 def only_valid(valid: Array | None, x: Array, otherwise: Array) -> Array:
@@ -139,8 +141,11 @@ def prepare(
         return x if x.dtype == bool else x != 0
 
     def number(name: str, x: Any) -> Array:
-        if jnp.ndim(x) > 0:
-            check(name, x, shape)
+        if jnp.ndim(x) > 0 and jnp.shape(x) != shape:
+            raise ValueError(
+                f"{name} must be a scalar or have the shape of rewards, {list(shape)}, got "
+                f"{list(jnp.shape(x))}. Use jnp.broadcast_to({name}, rewards.shape)."
+            )
         return jnp.asarray(x, dtype)
 
     out = {name: jnp.asarray(check(name, x, shape), dtype) for name, x in arrays.items()}

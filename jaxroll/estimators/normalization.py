@@ -39,7 +39,11 @@ def normalize(
       [-1.0, 1.0, 0.0]
     """
     x = jnp.asarray(x)
-    weights = jnp.ones_like(x) if weights is None else jnp.asarray(weights).astype(x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got {x.dtype}. Use x.astype(jnp.float32).")
+    # Sums of many rows need more digits than a half-precision result has.
+    exact = jnp.promote_types(x.dtype, jnp.float32)
+    weights = jnp.ones(x.shape, exact) if weights is None else jnp.asarray(weights).astype(exact)
     if weights.shape != x.shape:
         raise ValueError(
             f"weights must have the shape of x, {list(x.shape)}, got {list(weights.shape)}. "
@@ -52,8 +56,10 @@ def normalize(
 
     counts = weights > 0
     count = total(weights)
-    mean = total(jnp.where(counts, x, 0) * weights) / jnp.maximum(count, 1)
+    mean = total(jnp.where(counts, x, 0) * weights) / jnp.where(count > 0, count, 1)
     centred = jnp.where(counts, x - mean, 0)
     free = jnp.where(count > ddof, count - ddof, 1)
     variance = total(centred * centred * weights) / free
-    return centred / (jnp.sqrt(variance) + jnp.asarray(eps, x.dtype))
+    # Without spread the divisor is 1, not 0, and the square root keeps its gradient finite.
+    spread = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)) + eps, 1)
+    return (centred / spread).astype(x.dtype)

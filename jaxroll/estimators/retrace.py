@@ -77,9 +77,9 @@ def retrace(
         )
         log_rho = discounts.only_valid(row.valid, row.log_rhos, jnp.zeros_like(row.log_rhos))
         weight = row.trace * jnp.exp(jnp.minimum(0.0, log_rho))
-        return row.expected_values + weight * surprise, surprise
+        return row.expected_values + weight * surprise, row.q_values + surprise
 
-    surprises = discounts.backward(
+    return discounts.backward(
         step,
         x.last_values,
         unroll=unroll,
@@ -94,4 +94,3 @@ def retrace(
         trace=discounts.one_earlier(x.trace_lambda),
         valid=x.valid,
     )
-    return surprises + x.q_values

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll.estimators import discounts
+from jaxroll.estimators.gae import lambda_returns
 from jaxroll.types import Array
 
 
@@ -68,13 +69,26 @@ def n_step_returns(
         numbers={"discount": discount},
     )
 
+    if n >= x.rewards.shape[0]:  # every sum runs to an end: one walk instead of T sweeps
+        return lambda_returns(
+            rewards,
+            values,
+            last_values,
+            terminated,
+            truncated,
+            bootstrap_values,
+            discount,
+            1.0,
+            valid=valid,
+        )
+
     def sweep(_: Any, returns: Array) -> Array:
         onward = jnp.concatenate([returns[1:], x.last_values[None]])
         return discounts.only_valid(
             x.valid, x.rewards + x.discount * discounts.after(onward, x), x.values
         )
 
-    return jax.lax.fori_loop(0, min(n, x.rewards.shape[0]), sweep, x.values)
+    return jax.lax.fori_loop(0, n, sweep, x.values)
 
 
 def discounted_returns(

@@ -82,37 +82,59 @@ def vtrace(
         },
     )
 
-    def step(onward: tuple[Array, Array], row: Any) -> tuple[tuple[Array, Array], Any]:
-        # onward is (v, v + λ (g − v)) of the next step; past an end both are the same value.
-        value, mixed = (discounts.after(x, row) for x in onward)
-        # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
-        log_rho = discounts.only_valid(row.valid, row.log_rhos, jnp.zeros_like(row.log_rhos))
-        rho = jnp.exp(log_rho)
-        surprise = jnp.minimum(row.clip_rho, rho) * (
-            row.rewards + row.discount * value - row.values
-        ) + row.discount * jnp.minimum(row.clip_c, rho) * (mixed - value)
-        advantage = jnp.minimum(row.clip_pg_rho, rho) * (
-            row.rewards + row.discount * mixed - row.values
-        )
-        surprise = discounts.only_valid(row.valid, surprise, jnp.zeros_like(surprise))
-        advantage = discounts.only_valid(row.valid, advantage, jnp.zeros_like(advantage))
-        return (row.values, row.values + row.trace * surprise), (surprise, advantage)
+    # The ratios for all steps at once; an invalid row's may be anything, 0 keeps its gradient finite.
+    log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
+    rows = {
+        "rhos": jnp.exp(log_rhos),
+        "rewards": x.rewards,
+        "values": x.values,
+        "terminated": x.terminated,
+        "truncated": x.truncated,
+        "bootstrap_values": x.bootstrap_values,
+        "discount": x.discount,
+        "clip_rho": x.clip_rho,
+        "valid": x.valid,
+    }
 
-    surprises, advantages = discounts.backward(
+    def error(row: Any, onward: Array) -> Array:
+        """How far a reward and what follows it are from the value; 0 in a row not valid."""
+        found = row.rewards + row.discount * onward - row.values
+        return discounts.only_valid(row.valid, found, jnp.zeros_like(found))
+
+    if _is_one_weight(clip_rho, clip_c, clip_pg_rho, trace_lambda):
+        # gₜ = vₜ + ρₜ (rₜ + γ gₜ₊₁ − vₜ) and Aₜ = gₜ − vₜ: one carry, a third faster.
+        def short(onward: Array, row: Any) -> tuple[Array, Targets]:
+            rho = jnp.minimum(row.clip_rho, row.rhos)
+            advantage = rho * error(row, discounts.after(onward, row))
+            target = row.values + advantage
+            return target, Targets(advantage, target)
+
+        return discounts.backward(short, x.last_values, unroll=unroll, **rows)
+
+    def step(onward: tuple[Array, Array], row: Any) -> tuple[tuple[Array, Array], Targets]:
+        # onward is (v, v + λ (g − v)) of the next step; past an end both are the same value.
+        value, mixed = (discounts.after(each, row) for each in onward)
+        surprise = jnp.minimum(row.clip_rho, row.rhos) * error(row, value)
+        surprise += row.discount * jnp.minimum(row.clip_c, row.rhos) * (mixed - value)
+        advantage = jnp.minimum(row.clip_pg_rho, row.rhos) * error(row, mixed)
+        carry = (row.values, row.values + row.trace * surprise)
+        return carry, Targets(advantage, row.values + surprise)
+
+    return discounts.backward(
         step,
         (x.last_values, x.last_values),
         unroll=unroll,
-        log_rhos=x.log_rhos,
-        rewards=x.rewards,
-        values=x.values,
-        terminated=x.terminated,
-        truncated=x.truncated,
-        bootstrap_values=x.bootstrap_values,
-        discount=x.discount,
-        clip_rho=x.clip_rho,
         clip_c=x.clip_c,
         clip_pg_rho=x.clip_pg_rho,
         trace=discounts.one_earlier(x.trace_lambda),
-        valid=x.valid,
+        **rows,
     )
-    return Targets(advantages=advantages, returns=surprises + x.values)
+
+
+def _is_one_weight(clip_rho: Any, clip_c: Any, clip_pg_rho: Any, trace_lambda: Any) -> bool:
+    """Whether, already while tracing, all weights are known to be the same and λ to be 1."""
+
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (isinstance(a, int | float) and isinstance(b, int | float) and a == b)
+
+    return same(clip_rho, clip_c) and same(clip_rho, clip_pg_rho) and same(trace_lambda, 1.0)
