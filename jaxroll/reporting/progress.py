@@ -123,6 +123,11 @@ class Progress:
             seed, show as mean ± standard deviation; None and NaN leave the last value.
         """
         now = self._clock()
+        # Before the step: the first array imports numpy, and the bar must not show the new step
+        # beside old numbers meanwhile.
+        texts = {_label(name): _summary(value) for name, value in numbers.items()}
+        if any(texts.values()):
+            self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
         self.step = int(step)
         self._updated = now
         if self.current_status is not None:
@@ -131,9 +136,6 @@ class Progress:
             self._samples = _Samples([(self._active(now), self.step)], _MAX_SAMPLES)
         else:
             self._sample(self._active(now))
-        texts = {_label(name): _summary(value) for name, value in numbers.items()}
-        if any(texts.values()):
-            self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
         self._display.changed()
 
     def status(self, text: str | None) -> contextlib.AbstractContextManager[None]:
@@ -155,7 +157,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._display.message(text)
 
     @property
@@ -275,8 +277,8 @@ class LinesDisplay:
         self._write(final_line)
 
     def _write(self, text: str) -> None:
-        # A log file that cannot be written to must not end the run.
-        with contextlib.suppress(OSError):
+        # A log file that cannot be written to, or is closed, must not end the run.
+        with contextlib.suppress(OSError, ValueError):
             print(text, file=self._file, flush=True)
 
 

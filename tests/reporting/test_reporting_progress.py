@@ -153,7 +153,7 @@ def test_terminal_shows_compiling_then_a_bar_then_one_final_line():
         shown = terminal.until(r"compiling 0:0[1-9]")
         assert re.fullmatch(r"ppo CartPole-v1 ─+   0%  0/500k steps  . compiling 0:0[1-9]", shown)
         terminal.go_on()
-        shown = terminal.until("250k/500k")
+        shown = terminal.until("250k/500k .* left")
         assert re.search(r"━+╸?─+  50%  250k/500k steps  \S+ steps/s  \S+ left", shown)
         assert "return 120.0 ± 20.0" in shown
         terminal.go_on()
@@ -360,10 +360,12 @@ def test_numbers_of_seeds_show_mean_and_spread_and_missing_ones_keep_the_last():
 
 
 def test_closed_file_does_not_fail_the_run():
-    file = io.StringIO()
-    with Progress(10, mode="lines", file=file) as progress:
+    file, clock = io.StringIO(), Clock()
+    with Progress(10, mode="lines", file=file, clock=clock) as progress:
         file.close()
+        clock.now += 100
         progress.update(10)
+        progress.message("lost")
 
 
 def test_errors_name_the_rule():
