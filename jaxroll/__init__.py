@@ -12,41 +12,103 @@ from typing import TYPE_CHECKING, Any
 from jaxroll._version import __version__
 
 if TYPE_CHECKING:
-    from jaxroll import estimators as estimators
-    from jaxroll import minibatches as minibatches
-    from jaxroll import spaces as spaces
-    from jaxroll import storages as storages
+    from jaxroll import (
+        agents as agents,
+        checkpoints as checkpoints,
+        collectors as collectors,
+        distributions as distributions,
+        envs as envs,
+        estimators as estimators,
+        learners as learners,
+        losses as losses,
+        minibatches as minibatches,
+        networks as networks,
+        normalizers as normalizers,
+        parallel as parallel,
+        reporting as reporting,
+        spaces as spaces,
+        storages as storages,
+        types as types,
+    )
+    from jaxroll.agents import (
+        A2C as A2C,
+        DAAC as DAAC,
+        DistributedAgent as DistributedAgent,
+        IMPALA as IMPALA,
+        OnPolicyAgent as OnPolicyAgent,
+        PPO as PPO,
+        TrainState as TrainState,
+    )
+    from jaxroll.collectors import (
+        collect as collect,
+        evaluate as evaluate,
+        init_actor as init_actor,
+    )
+    from jaxroll.envs import (
+        Env as Env,
+        autoreset as autoreset,
+        make_env as make_env,
+    )
     from jaxroll.estimators import (
-        discounted_returns,
-        gae,
-        lambda_returns,
-        n_step_returns,
-        normalize,
-        retrace,
-        vtrace,
+        discounted_returns as discounted_returns,
+        gae as gae,
+        lambda_returns as lambda_returns,
+        n_step_returns as n_step_returns,
+        normalize as normalize,
+        retrace as retrace,
+        vtrace as vtrace,
+    )
+    from jaxroll.networks import (
+        Policy as Policy,
+        make_policy as make_policy,
+    )
+    from jaxroll.reporting import (
+        History as History,
     )
     from jaxroll.storages import (
-        DecoupledRolloutStorage,
-        DistributedStorage,
-        RolloutStorage,
-        Storage,
+        DecoupledRolloutStorage as DecoupledRolloutStorage,
+        DistributedStorage as DistributedStorage,
+        RolloutStorage as RolloutStorage,
+        Storage as Storage,
     )
-    from jaxroll.types import Minibatch, PolicyOutput, Targets, TimeStep, Transition
+    from jaxroll.types import (
+        Minibatch as Minibatch,
+        PolicyOutput as PolicyOutput,
+        Targets as Targets,
+        TimeStep as TimeStep,
+        Transition as Transition,
+    )
 
 __all__ = [
+    "A2C",
+    "DAAC",
     "DecoupledRolloutStorage",
+    "DistributedAgent",
     "DistributedStorage",
+    "Env",
+    "History",
+    "IMPALA",
     "Minibatch",
+    "OnPolicyAgent",
+    "PPO",
+    "Policy",
     "PolicyOutput",
     "RolloutStorage",
     "Storage",
     "Targets",
     "TimeStep",
+    "TrainState",
     "Transition",
     "__version__",
+    "autoreset",
+    "collect",
     "discounted_returns",
+    "evaluate",
     "gae",
+    "init_actor",
     "lambda_returns",
+    "make_env",
+    "make_policy",
     "n_step_returns",
     "normalize",
     "retrace",
@@ -54,7 +116,13 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "jaxroll.types": ("Minibatch", "PolicyOutput", "Targets", "TimeStep", "Transition"),
+    "jaxroll.types": (
+        "Minibatch",
+        "PolicyOutput",
+        "Targets",
+        "TimeStep",
+        "Transition",
+    ),
     "jaxroll.estimators": (
         "discounted_returns",
         "gae",
@@ -70,9 +138,50 @@ _ROOMS = {
         "RolloutStorage",
         "Storage",
     ),
+    "jaxroll.envs": (
+        "Env",
+        "autoreset",
+        "make_env",
+    ),
+    "jaxroll.networks": (
+        "Policy",
+        "make_policy",
+    ),
+    "jaxroll.collectors": (
+        "collect",
+        "evaluate",
+        "init_actor",
+    ),
+    "jaxroll.agents": (
+        "A2C",
+        "DAAC",
+        "DistributedAgent",
+        "IMPALA",
+        "OnPolicyAgent",
+        "PPO",
+        "TrainState",
+    ),
+    "jaxroll.reporting": ("History",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
-_SUBMODULES = ("estimators", "minibatches", "spaces", "storages")
+_SUBMODULES = (
+    "agents",
+    "checkpoints",
+    "collectors",
+    "distributions",
+    "envs",
+    "estimators",
+    "learners",
+    "losses",
+    "minibatches",
+    "networks",
+    "normalizers",
+    "parallel",
+    "reporting",
+    "spaces",
+    "storages",
+    "types",
+)
 
 
 def __getattr__(name: str) -> Any:

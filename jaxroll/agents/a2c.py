@@ -1,0 +1,61 @@
+"""Advantage actor-critic: one gradient step on each short rollout.
+
+The synchronous form of A3C (Mnih et al., 2016), by default with Adam.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxroll import losses
+from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.agents.on_policy import OnPolicyAgent
+from jaxroll.reporting.metrics import Mean
+from jaxroll.types import Array, Minibatch, PyTree
+
+
+class A2C(OnPolicyAgent):
+    """A2C: the plain policy gradient with an advantage from the critic.
+
+        ℓ = −A log π(a) + c_v ℓ_value − c_H H(π)
+
+    Example:
+      >>> import jax, jaxroll
+      >>> a2c = jaxroll.A2C.create("CartPole-v1", num_envs=4)
+      >>> state, metrics = jax.jit(a2c.train_step)(a2c.init(jax.random.key(0)))
+      >>> int(state.shared.version)
+      1
+
+    Mnih et al., 2016, https://arxiv.org/abs/1602.01783
+    """
+
+    name: ClassVar[str] = "a2c"
+
+    num_envs: int = static(32, "environments in total, over all actors", ">= 1")
+    num_steps: int = static(8, "steps of each environment per rollout", ">= 1")
+    learning_rate: Array = leaf(1e-3, "step size of the optimiser", "> 0")
+    normalize_advantage: str | None = static(
+        None,
+        "advantages to mean 0 and deviation 1: per minibatch, per rollout, or none",
+        choices=("minibatch", "rollout", None),
+    )
+    value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
+    entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
+
+    def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
+        """Policy gradient, value loss and entropy of the rollout."""
+        step, weights = batch.transition, batch.weights
+        assert batch.targets is not None
+        output = self.outputs(params, batch)
+        log_prob = output.distribution.log_prob(step.action)
+        policy_loss, weight = losses.policy_gradient_loss(log_prob, self.advantages(batch), weights)
+        value_loss, _ = losses.value_loss(output.value, batch.targets.returns, weights)
+        entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
+        total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        sums = {
+            "loss": total,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+        }
+        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}

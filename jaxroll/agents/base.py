@@ -1,0 +1,493 @@
+"""DistributedAgent: what an algorithm is, and what follows from it.
+
+An agent is a frozen value: environment, policy and sizes are static, every number that enters a
+formula is a leaf. `init`, `run`, `update` and `train_step` are pure; they can be jitted, scanned,
+vmapped (over seeds and over hyperparameters) and put on a mesh. `train`, `eval`, `save` and `load`
+are the shell around them.
+
+Keys: `key` splits into the params' key and the actors' key; actor a has `fold_in(actors_key, a)`
+and its rollout u draws from `fold_in(actor_key, u)`. Nothing depends on the device.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from jaxroll import collectors, envs, loop, networks, spaces
+from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
+from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
+from jaxroll.minibatches import divisors
+from jaxroll.normalizers import (
+    NormalizedParams,
+    NormalizedPolicy,
+    RewardScaler,
+    RunningMoments,
+    discounted_sums,
+)
+from jaxroll.reporting.metrics import Mean, Sum
+from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
+
+# Folded into a rollout's key for the minibatch plans: far from the numbers that `split` uses.
+PLAN_FOLD = 2**30
+_NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "squash")
+
+
+class Shared(Node):
+    """What all actors and learners have in common; replicated over the devices."""
+
+    params: PyTree
+    opt_state: PyTree
+    moments: RunningMoments | None  # of observations, where they are normalised
+    reward_scaler: RewardScaler | None
+    iteration: Array  # [] int32: train steps done
+    version: Array  # [] int32: optimiser steps done
+    num_episodes: Array  # [] int32: episodes finished
+    ring: PyTree = None  # where the actors' rings stand, for algorithms that have them
+
+
+class Actor(Node):
+    """One logical actor; in a TrainState leaves have a leading axis [A]."""
+
+    state: ActorState
+    reward_sums: Array | None = None  # [B] running discounted rewards, for their scale
+    slots: PyTree = None  # the actor's ring of unrolls, for algorithms that have one
+
+
+class TrainState(Node):
+    """Everything that training changes: save it, and the run goes on as if it had not stopped."""
+
+    shared: Shared
+    actors: Actor  # leaves [A, ...]
+
+
+class DistributedAgent(Node):
+    """The base of every agent.
+
+    An algorithm gives `initial_optimizer_state`, `run` (what one actor does) and `update` (what the
+    learner does); `OnPolicyAgent` gives both and asks for a loss only.
+    """
+
+    name: ClassVar[str] = "agent"
+
+    env: Any = struct.field(pytree_node=False, default=None)
+    policy: Any = struct.field(pytree_node=False, default=None)
+
+    num_envs: int = static(64, "environments in total, over all actors", ">= 1")
+    num_steps: int = static(128, "steps of each environment per rollout", ">= 1")
+    num_actors: int = static(1, "logical actors; part of the experiment, devices are not", ">= 1")
+    network: str = static("auto", "auto, mlp, cnn, lstm or gru")
+    hidden_sizes: tuple | None = static(None, "widths of the dense layers; none: by observation")
+    activation: str | None = static(None, "of the dense layers, such as tanh; none: by observation")
+    shared_torso: bool | None = static(
+        None, "one torso for policy and value; none: only where it is expensive"
+    )
+    squash: bool = static(False, "press continuous actions into their bounds")
+    discount: Array = leaf(0.99, "γ", "in [0, 1]")
+    learning_rate: Array = leaf(3e-4, "step size of the optimiser", "> 0")
+    decay_steps: Array = leaf(
+        None, "environment steps until the learning rate is 0; none: constant", "> 0", none=np.inf
+    )
+    max_grad_norm: Array = leaf(
+        0.5, "the gradient's norm is clipped to this; none: not at all", "> 0", none=np.inf
+    )
+    normalize_observations: bool = static(False, "by their running mean and deviation")
+    normalize_rewards: bool = static(False, "by the deviation of their discounted sums")
+    final_rows: int = static(
+        2, "truncated steps per environment and rollout that keep their final observation", ">= 0"
+    )
+
+    # Making one.
+
+    @classmethod
+    def create(cls, env: Any, *, policy: Any = None, **hyperparameters: Any) -> Self:
+        """An agent for an environment; touches no device.
+
+        Args:
+          env: an `Env`, a host environment's spec, or a name for `jaxroll.make_env`.
+          policy: a `Policy` of your own; None: one of `jaxroll.networks` that fits the spaces.
+          **hyperparameters: see `cls.hyperparameters()`, or `jaxroll agents` on the command line.
+        """
+        if isinstance(env, str):
+            env = envs.make_env(env)
+        fields = resolve(cls, hyperparameters)
+        agent = cls(env=env, policy=policy, **fields)
+        agent._validate()
+        if policy is None:
+            policy = agent._default_policy()
+        else:
+            given = set(_NETWORK_OPTIONS) & set(hyperparameters)
+            if given:
+                raise ValueError(
+                    f"{sorted(given)} describe the default policy, but a policy was given. "
+                    "Leave out one of the two."
+                )
+        networks.check_policy(policy, spaces.zeros(env.observation_space, (2,)), env.action_space)
+        if agent.normalize_observations:
+            policy = NormalizedPolicy(policy)
+        return dataclasses.replace(agent, policy=policy)
+
+    @classmethod
+    def hyperparameters(cls) -> dict[str, Any]:
+        """All hyperparameters by name: default, help, rule, whether static."""
+        return hyperparameters_of(cls)
+
+    def _default_policy(self) -> Any:
+        return networks.make_policy(
+            self.env.observation_space,
+            self.env.action_space,
+            network=self.network,
+            hidden_sizes=self.hidden_sizes,
+            activation=self.activation,
+            shared_torso=self.shared_torso,
+            squash=self.squash,
+        )
+
+    def _validate(self) -> None:
+        """Raise if the sizes do not fit each other; called by `create` before anything is built."""
+        if self.num_envs % self.num_actors:
+            raise ValueError(
+                f"num_actors must divide num_envs = {self.num_envs}, got {self.num_actors}. "
+                f"Use one of {divisors(self.num_envs)}."
+            )
+
+    # Sizes.
+
+    @property
+    def envs_per_actor(self) -> int:
+        """B."""
+        return self.num_envs // self.num_actors
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps that one `train_step` takes."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_prefills(self) -> int:
+        """Rollouts of every actor that `init` takes and stores."""
+        return 0
+
+    @property
+    def prefilled_steps(self) -> int:
+        """Environment steps that `init` takes."""
+        return self.num_prefills * self.steps_per_iteration
+
+    @property
+    def env_name(self) -> str:
+        """How the environment is called in logs."""
+        return str(getattr(self.env, "name", type(self.env).__name__))
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the environment runs on the host, outside jit."""
+        return isinstance(self.env, envs.HostEnvSpec)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the policy has a carry."""
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.policy.initial_carry(1))))
+
+    # Pure: from a key to a state, from a state to the next.
+
+    def init(self, key: jax.Array) -> TrainState:
+        """The state before the first step.
+
+        Args:
+          key: a PRNG key; its split gives the params' key and the actors' key.
+        """
+        if self.is_host:
+            raise TypeError(
+                f"{self.env} runs on the host, so its reset is not pure. Use agent.train(...), or "
+                "a jaxroll.collectors.HostCollector and agent.update in a loop of your own."
+            )
+        params_key, actors_key = jax.random.split(key)
+        shared = self.init_shared(params_key)
+        actors = jax.vmap(self.init_actor)(self.actor_keys(actors_key))
+
+        def run(state: TrainState) -> tuple[TrainState, Rollout]:
+            # One actor after the other: what is in the state must not depend on the devices.
+            actors, rollouts = map_actors(
+                lambda actor: self.run(state.shared, actor), state.actors, reduction="exact"
+            )
+            return state.replace(actors=actors), rollouts
+
+        if not self.num_prefills:
+            return self.assemble(shared, actors)
+        bare = TrainState(shared=shared, actors=actors)
+        state = self.assemble(shared, actors, jax.eval_shape(run, bare)[1])
+        return jax.lax.fori_loop(
+            0, self.num_prefills, lambda _, state: self.absorb(*run(state)), state
+        )
+
+    def assemble(self, shared: Shared, actors: Actor, rollouts: Any = None) -> TrainState:
+        """The state from its parts.
+
+        Args:
+          shared: from `init_shared`.
+          actors: leaves [A, ...].
+          rollouts: shapes of a rollout of every actor, for algorithms that store them.
+        """
+        return TrainState(shared=shared, actors=actors)
+
+    def absorb(self, state: TrainState, rollouts: Rollout) -> TrainState:
+        """Store a rollout of every actor without learning from it: what fills a ring at first."""
+        return state
+
+    def state_specs(self, axis_name: str) -> TrainState:
+        """Where a state lives on a mesh: `shared` on every device, actors spread."""
+        return TrainState(shared=PartitionSpec(), actors=PartitionSpec(axis_name))
+
+    def actor_keys(self, actors_key: jax.Array) -> jax.Array:
+        """[A] keys, one for each actor."""
+        return jax.vmap(lambda a: jax.random.fold_in(actors_key, a))(jnp.arange(self.num_actors))
+
+    def init_shared(self, key: jax.Array) -> Shared:
+        """Params, optimiser and counters."""
+        obs = jax.tree.map(jnp.asarray, spaces.zeros(self.env.observation_space, (1,)))
+        params, moments, scaler = self.policy.init(key, obs), None, None
+        if self.normalize_observations:
+            params, moments = params.policy, params.moments
+        if self.normalize_rewards:
+            scaler = jax.tree.map(jnp.asarray, RewardScaler.create(self.discount))
+        return Shared(
+            params=params,
+            opt_state=self.init_optimizer(params),
+            moments=moments,
+            reward_scaler=scaler,
+            iteration=jnp.zeros((), jnp.int32),
+            version=jnp.zeros((), jnp.int32),
+            num_episodes=jnp.zeros((), jnp.int32),
+        )
+
+    def init_actor(self, key: jax.Array) -> Actor:
+        """One actor with its environments reset."""
+        state = collectors.init_actor(self.env, self.policy, key, self.envs_per_actor)
+        return self.wrap_actor(state)
+
+    def wrap_actor(self, state: ActorState) -> Actor:
+        """What else an actor has beside its environments."""
+        sums = jnp.zeros(self.envs_per_actor, jnp.float32) if self.normalize_rewards else None
+        return Actor(state=state, reward_sums=sums)
+
+    @abc.abstractmethod
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """The optimiser's state for these params."""
+
+    def run(self, shared: Shared, actor: Actor) -> tuple[Actor, Rollout]:
+        """What one actor does: a rollout of T steps with the current params."""
+        state, rollout = collectors.collect(
+            self.env,
+            self.policy,
+            self.acting_params(shared),
+            actor.state,
+            self.num_steps,
+            **self.collect_options,
+        )
+        return actor.replace(state=state), rollout
+
+    @property
+    def collect_options(self) -> dict[str, Any]:
+        """Options of the collector, the same for device and host."""
+        return {"final_rows": self.final_rows}
+
+    @abc.abstractmethod
+    def update(
+        self,
+        state: TrainState,
+        rollouts: Rollout,
+        *,
+        axis_name: Any = None,
+        reduction: Reduction = "fast",
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """What the learner does with one rollout of each actor, leaves [A, ...]."""
+
+    def train_step(
+        self, state: TrainState, *, axis_name: Any = None, reduction: Reduction = "fast"
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One iteration: every actor runs, the learner updates.
+
+        Args:
+          state: of all actors, or of those of this device behind `axis_name`.
+          axis_name: the axis of a shard_map, pmap or vmap over which actors are spread.
+          reduction: "fast", or "exact" for results that do not depend on the devices.
+
+        Returns:
+          (state, metrics): metrics are sums, `jaxroll.reporting.metrics.compute` gives the numbers.
+        """
+        check_reduction(reduction)
+        actors, rollouts = map_actors(
+            lambda actor: self.run(state.shared, actor), state.actors, reduction=reduction
+        )
+        return self.update(
+            state.replace(actors=actors), rollouts, axis_name=axis_name, reduction=reduction
+        )
+
+    # Pieces that algorithms share.
+
+    def bind(self, params: PyTree, shared: Shared) -> PyTree:
+        """The policy's params: those that are trained, and the moments that normalise."""
+        if shared.moments is None:
+            return params
+        return NormalizedParams(params, shared.moments)
+
+    def acting_params(self, shared: Shared) -> PyTree:
+        """What the policy acts with now."""
+        return self.bind(shared.params, shared)
+
+    def current_learning_rate(self, shared: Shared) -> Array:
+        """Linear to 0 over `decay_steps` environment steps."""
+        done = shared.iteration.astype(jnp.float32) * self.steps_per_iteration
+        return self.learning_rate * jnp.clip(1.0 - done / self.decay_steps, 0.0, 1.0)
+
+    def observe(
+        self, shared: Shared, actors: Actor, rollouts: Rollout, *, axis_name: Any, reduction: Any
+    ) -> tuple[Shared, Actor, Rollout]:
+        """Scaled rewards and updated moments; the moments used are those from before the rollout.
+
+        Moments are updated between rollouts and pooled over all actors in their order, so they do
+        not depend on the devices.
+        """
+        transition = rollouts.transition
+        if shared.moments is not None:
+            params = self.acting_params(shared)
+            stacked = map_actors(
+                lambda step: self.policy.batch_moments(params, step.obs, _valid_weights(step)),
+                transition,
+                reduction=reduction,
+            )
+            moments = shared.moments.merge_all(gather_actors(stacked, axis_name=axis_name))
+            shared = shared.replace(moments=moments)
+        if shared.reward_scaler is not None:
+            scaler = shared.reward_scaler
+
+            def moments(before: Array, step: Any) -> tuple[Array, RunningMoments]:
+                sums, after = discounted_sums(
+                    step.reward, step.terminated, step.truncated, before, self.discount
+                )
+                return after, scaler.moments.batch_moments(sums, _valid_weights(step))
+
+            sums, stacked = map_actors(moments, actors.reward_sums, transition, reduction=reduction)
+            scaled = transition.replace(reward=scaler.scale(transition.reward))
+            rollouts = rollouts.replace(transition=scaled)
+            stacked = gather_actors(stacked, axis_name=axis_name)
+            scaler = scaler.replace(moments=scaler.moments.merge_all(stacked))
+            shared, actors = shared.replace(reward_scaler=scaler), actors.replace(reward_sums=sums)
+        return shared, actors, rollouts
+
+    def episode_metrics(
+        self, rollouts: Rollout, *, axis_name: Any, reduction: Any
+    ) -> dict[str, Any]:
+        """Returns and lengths of the episodes that ended, and what did not fit."""
+        overflow = None if rollouts.final is None else rollouts.final.overflow
+        episodes, overflow = sum_actors(
+            (rollouts.episodes, overflow), axis_name=axis_name, reduction=reduction
+        )
+        count = episodes.count.astype(jnp.float32)
+        metrics = {
+            "episode_return": Mean(episodes.return_sum, count),
+            "episode_length": Mean(episodes.length_sum.astype(jnp.float32), count),
+            "episodes": Sum(episodes.count),
+        }
+        if overflow is not None:
+            metrics["final_overflow"] = Sum(overflow)
+        return metrics
+
+    # The shell.
+
+    def train(self, num_train_steps: int, **options: Any) -> tuple[TrainState, Any]:
+        """Train until `num_train_steps` environment steps, with a progress bar.
+
+        Args:
+          num_train_steps: of the whole run, what was done before a resume included.
+          **options: see `jaxroll.loop.train`: seed, state, mesh, reduction, checkpoint_dir, resume,
+            init_model_path, callbacks, eval_interval, target_return, time_budget, …
+
+        Returns:
+          (state, history).
+        """
+        return loop.train(self, num_train_steps, **options)
+
+    def eval(
+        self,
+        state: TrainState,
+        num_episodes: int = 32,
+        *,
+        seed: int = 0,
+        deterministic: bool = True,
+        env: Any = None,
+    ) -> dict[str, Any]:
+        """Play whole episodes: mean `episode_return`, `episode_length`, and each episode's.
+
+        Args:
+          state: a TrainState.
+          num_episodes: exactly this many are played and counted.
+          seed: of the episodes.
+          deterministic: act with the distribution's mode.
+          env: another environment with the same spaces; None: the agent's own.
+        """
+        return loop.evaluate(
+            self, state, num_episodes, seed=seed, deterministic=deterministic, env=env
+        )
+
+    def save(self, state: TrainState, path: Any, *, overwrite: bool = False) -> None:
+        """Write the whole state to a directory, verified when it is loaded."""
+        loop.save(self, state, path, overwrite=overwrite)
+
+    def load(self, path: Any) -> TrainState:
+        """The state that `save` (or a checkpoint of `train`) wrote."""
+        return loop.load(self, path)
+
+    def act(self, state: TrainState, *, deterministic: bool = True) -> Callable[..., Any]:
+        """The trained policy as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
+
+        Returns:
+          a function of observations [B, ...] that gives actions [B, ...]; for a recurrent policy
+          (actions, carry).
+        """
+        params = self.acting_params(state.shared)
+        policy, recurrent = self.policy, self.is_recurrent
+
+        @jax.jit
+        def act(obs: PyTree, carry: Any = None, is_first: Any = None, key: Any = None) -> Any:
+            batch = jax.tree.leaves(obs)[0].shape[0]
+            carry = policy.initial_carry(batch) if carry is None else carry
+            is_first = jnp.zeros(batch, bool) if is_first is None else is_first
+            carry, output = policy.apply(params, carry, obs, is_first)
+            if deterministic:
+                action = output.distribution.mode()
+            elif key is None:
+                raise ValueError(
+                    "a stochastic policy needs a key: act(obs, key=jax.random.key(0))."
+                )
+            else:
+                action = output.distribution.sample(key)
+            return (action, carry) if recurrent else action
+
+        return act
+
+
+def _valid_weights(transition: Any) -> Array:
+    if transition.valid is not None:
+        return transition.valid.astype(jnp.float32)
+    return jnp.ones(transition.terminated.shape, jnp.float32)
+
+
+def clipped(optimizer: optax.GradientTransformation, max_norm: Array) -> Any:
+    """The optimiser behind a clip of the gradient's global norm."""
+
+    def clip(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, Any]:
+        norm = optax.global_norm(updates)
+        factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
+
+    return optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), clip), optimizer)

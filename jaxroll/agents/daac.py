@@ -1,0 +1,201 @@
+"""Decoupled advantage actor-critic: the policy learns advantages, the value learns on its own.
+
+Policy and value have networks of their own, optimisers of their own, and their own numbers of
+epochs: the value can be trained long without the policy forgetting or overfitting.
+
+Defaults: Raileanu and Fergus, 2021 (advantage weight 0.25, one policy epoch, nine value epochs).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxroll import losses, networks
+from jaxroll.agents.base import Shared, clipped
+from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
+from jaxroll.learners import map_actors, minibatch_updates
+from jaxroll.reporting.metrics import Mean, Sum
+from jaxroll.storages import DecoupledRolloutStorage
+from jaxroll.types import Array, Minibatch, PyTree
+
+VALUE_FOLD = 1  # the value's epochs have shuffles of their own
+
+
+class DAAC(OnPolicyAgent):
+    """DAAC: two networks, two optimisers, two kinds of epochs.
+
+        ℓ_π = ℓ_clip(π) + c_A (Â(s, a) − A)² − c_H H(π)
+        ℓ_V = ½ (V − R)², clipped
+
+    Example:
+      >>> import jaxroll
+      >>> daac = jaxroll.DAAC.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
+      >>> state, metrics = jax.jit(daac.train_step)(daac.init(jax.random.key(0)))
+      >>> sorted(state.shared.params)
+      ['actor', 'critic']
+
+    Raileanu and Fergus, 2021, https://arxiv.org/abs/2102.10330
+    """
+
+    name: ClassVar[str] = "daac"
+
+    num_epochs: int = static(1, "the policy's passes over each rollout", ">= 1")
+    num_mini_batch: int = static(8, "minibatches per pass, of policy and value", ">= 1")
+    value_epochs: int = static(9, "the value's passes over a rollout", ">= 1")
+    value_freq: int = static(1, "iterations between trainings of the value", ">= 1")
+    learning_rate: Array = leaf(5e-4, "step size of the policy's optimiser", "> 0")
+    value_learning_rate: Array = leaf(5e-4, "step size of the value's optimiser", "> 0")
+    clip_epsilon: Array = leaf(0.2, "how far ratio and value may move to gain", "> 0")
+    advantage_coef: Array = leaf(0.25, "weight of the advantage's prediction", ">= 0")
+    entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
+
+    def _default_policy(self) -> Any:
+        if self.shared_torso:
+            raise ValueError("DAAC never shares its torso: leave shared_torso out, or use PPO.")
+        return networks.make_decoupled_policy(
+            self.env.observation_space,
+            self.env.action_space,
+            network=self.network,
+            hidden_sizes=self.hidden_sizes,
+            activation=self.activation,
+            squash=self.squash,
+        )
+
+    def make_storage(self, example: Any, carry: PyTree) -> Any:
+        """A `DecoupledRolloutStorage`, unless another was given."""
+        if self.storage is not None:
+            return super().make_storage(example, carry)
+        return DecoupledRolloutStorage.create(
+            example,
+            self.num_steps,
+            discount=self.discount,
+            gae_lambda=self.gae_lambda,
+            initial_carry=carry,
+            sequence_length=self.sequence_length,
+        )
+
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """One optimiser for the actor, one for the critic."""
+        return {
+            name: self.optimizer(self.learning_rate).init(params[name])
+            for name in ("actor", "critic")
+        }
+
+    def value_optimizer(self, shared: Shared) -> optax.GradientTransformation:
+        """As the policy's, with its own step size, decaying alike."""
+        scale = self.current_learning_rate(shared) / self.learning_rate
+        adam = optax.adam(self.value_learning_rate * scale, eps=self.adam_epsilon)  # pyright: ignore
+        return clipped(adam, self.max_grad_norm)
+
+    def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
+        """The policy's loss of one minibatch."""
+        step, weights = batch.transition, batch.weights
+        output = self.outputs(params, batch)
+        log_prob = output.distribution.log_prob(step.action)
+        advantages = self.advantages(batch)
+        policy_loss, weight = losses.clipped_policy_loss(
+            log_prob, step.log_prob, advantages, weights, clip_epsilon=self.clip_epsilon
+        )
+        predicted = self.policy.act_extras(params, output, step.action)["adv_pred"]
+        advantage_loss, _ = losses.advantage_loss(predicted, advantages, weights)
+        entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
+        total = policy_loss + self.advantage_coef * advantage_loss - self.entropy_coef * entropy
+        kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
+        outside, _ = losses.clip_fraction(
+            log_prob, step.log_prob, weights, clip_epsilon=self.clip_epsilon
+        )
+        sums = {
+            "loss": total,
+            "policy_loss": policy_loss,
+            "advantage_loss": advantage_loss,
+            "entropy": entropy,
+            "approx_kl": kl,
+            "clip_fraction": outside,
+        }
+        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}
+
+    def value_loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
+        """The critic's loss of one minibatch."""
+        assert batch.targets is not None
+        output = self.outputs(params, batch)
+        total, weight = losses.clipped_value_loss(
+            output.value,
+            batch.transition.value,
+            batch.targets.returns,
+            batch.weights,
+            clip_epsilon=self.clip_epsilon,
+        )
+        return total, weight, {"value_loss": Mean(total, weight)}
+
+    def learn(
+        self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
+    ) -> tuple[PyTree, PyTree, dict[str, Any], int]:
+        """The policy's epochs, then the value's."""
+        params, opt_state = shared.params, shared.opt_state
+
+        def epochs(rows: Any, fold: int, num_epochs: int, loss: Any, optimizer: Any, name: str):
+            plans = map_actors(
+                lambda actor, storage: storage.plan(
+                    jax.random.fold_in(self.plan_key(actor), fold),
+                    num_mini_batch=self.num_mini_batch,
+                    num_epochs=num_epochs,
+                ),
+                actors,
+                rows,
+                reduction=across["reduction"],
+            )
+            return minibatch_updates(
+                lambda part, batch: loss(self.bind({**params, name: part}, shared), batch),
+                optimizer,
+                params[name],
+                opt_state[name],
+                rows,
+                plans,
+                **across,
+            )
+
+        optimizer = self.optimizer(self.current_learning_rate(shared))
+        policy_rows = storages.policy_rows()
+        actor, actor_state, (metrics, report) = epochs(
+            policy_rows, 0, self.num_epochs, self.loss, optimizer, "actor"
+        )
+        value_rows = storages.value_rows()
+        critic, critic_state, (value_metrics, value_report) = epochs(
+            value_rows,
+            VALUE_FOLD,
+            self.value_epochs,
+            self.value_loss,
+            self.value_optimizer(shared),
+            "critic",
+        )
+        if self.value_freq > 1:
+            due = (shared.iteration + 1) % self.value_freq == 0
+            critic, critic_state = jax.tree.map(
+                lambda new, old: jnp.where(due, new, old),
+                (critic, critic_state),
+                (params["critic"], opt_state["critic"]),
+            )
+        policy_report, critic_report = gradient_metrics(report), gradient_metrics(value_report)
+        result = summed(metrics) | summed(value_metrics)
+        result |= {
+            "grad_norm": policy_report["grad_norm"],
+            "value_grad_norm": critic_report["grad_norm"],
+            # In the order of the params' leaves: actor, critic.
+            "nonfinite": Sum(
+                jnp.concatenate(
+                    [policy_report["nonfinite"].total, critic_report["nonfinite"].total]
+                )
+            ),
+        }
+        num_updates = (self.num_epochs + self.value_epochs) * self.num_mini_batch
+        return (
+            {"actor": actor, "critic": critic},
+            {"actor": actor_state, "critic": critic_state},
+            result,
+            num_updates,
+        )

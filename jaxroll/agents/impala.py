@@ -1,0 +1,311 @@
+"""IMPALA: actors run ahead, the learner corrects for it with V-trace.
+
+Each actor has a ring of unrolls. An iteration adds one unroll of every environment and makes
+U = num_envs / batch_size updates from the oldest; `init` fills the rings but for one iteration. So
+in the steady state the j-th batch of an iteration is (R − 1)·U + j policy versions behind, with
+R = num_storages / num_envs: asynchrony that can be repeated bit by bit.
+
+The learner values final and last observations under its own params, and its losses are sums over
+time and batch (Espeholt et al., 2018).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxroll import estimators, losses
+from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState, clipped
+from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.learners import Reduction, apply_gradient, gradient, map_actors
+from jaxroll.minibatches import divisors
+from jaxroll.reporting.metrics import Last, Mean, Sum
+from jaxroll.storages import DistributedStorage, RingCounters, Unrolls
+from jaxroll.types import Array, PyTree, Rollout
+
+
+class IMPALA(DistributedAgent):
+    """IMPALA: V-trace on unrolls that older policies collected.
+
+        ℓ = Σ [ −A log π(a) + c_v ½ (v_s − V)² − c_H H(π) ]
+
+    Example:
+      >>> import jaxroll
+      >>> impala = jaxroll.IMPALA.create("CartPole-v1", num_envs=8, num_steps=4, num_storages=16,
+      ...                                batch_size=4)
+      >>> state, metrics = jax.jit(impala.train_step)(impala.init(jax.random.key(0)))
+      >>> int(state.shared.version)
+      2
+
+    Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
+    """
+
+    name: ClassVar[str] = "impala"
+
+    num_envs: int = static(32, "environments in total, over all actors", ">= 1")
+    num_steps: int = static(20, "steps of an unroll", ">= 1")
+    num_storages: int = static(
+        64, "ring slots in total; more than num_envs: actors run ahead", ">= 1"
+    )
+    batch_size: int = static(16, "unrolls of one update", ">= 1")
+    final_rows: int = static(
+        1, "truncated steps per unroll whose final observation the learner values", ">= 0"
+    )
+    learning_rate: Array = leaf(4e-4, "step size of the optimiser", "> 0")
+    max_grad_norm: Array = leaf(
+        40.0, "the gradient's norm is clipped to this; none: not at all", "> 0", none=float("inf")
+    )
+    rmsprop_decay: Array = leaf(0.99, "decay of RMSprop's squares", "in [0, 1]")
+    rmsprop_epsilon: Array = leaf(0.01, "ε of RMSprop", "> 0")
+    value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
+    entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
+    clip_rho: Array = leaf(1.0, "ρ̄ of V-trace", "> 0")
+    clip_c: Array = leaf(1.0, "c̄ of V-trace", "> 0")
+    clip_pg_rho: Array = leaf(1.0, "ρ̄ of the policy gradient", "> 0")
+    trace_lambda: Array = leaf(1.0, "λ of V-trace", "in [0, 1]")
+
+    def _validate(self) -> None:
+        super()._validate()
+        for name, number, of, total in (
+            ("batch_size", self.batch_size, "num_envs", self.num_envs),
+            ("num_envs", self.num_envs, "num_storages", self.num_storages),
+        ):
+            if total % number:
+                raise ValueError(
+                    f"{name} must divide {of} = {total}, got {number}. Use one of "
+                    f"{divisors(total)}."
+                )
+        if self.batch_size % self.num_actors:
+            raise ValueError(
+                f"num_actors must divide batch_size = {self.batch_size}, got {self.num_actors}. "
+                f"Use one of {divisors(self.batch_size)}."
+            )
+        if self.normalize_rewards and self.num_storages > self.num_envs:
+            raise ValueError(
+                "normalize_rewards scales rewards when they are collected, with the spread known "
+                "then; unrolls that wait in the ring would mix scales. Use num_storages = "
+                f"num_envs = {self.num_envs}, or normalize_rewards=False."
+            )
+
+    # Sizes.
+
+    @property
+    def num_prefills(self) -> int:
+        """R − 1: iterations that wait in the ring."""
+        return self.num_storages // self.num_envs - 1
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """U."""
+        return self.num_envs // self.batch_size
+
+    @property
+    def collect_options(self) -> dict[str, Any]:
+        """The learner values final observations itself."""
+        return {"final_rows": self.final_rows, "bootstrap": False}
+
+    # The ring.
+
+    def assemble(self, shared: Shared, actors: Actor, rollouts: Any = None) -> TrainState:
+        """Give every actor an empty ring."""
+        if rollouts is None:
+            rollouts = jax.eval_shape(lambda: jax.vmap(lambda a: self.run(shared, a))(actors)[1])
+
+        def slots(_: Any) -> Unrolls:
+            step = jax.tree.map(lambda x: jnp.zeros(x.shape[2:], x.dtype), rollouts.transition)
+            carry = jax.tree.map(lambda x: jnp.zeros(x.shape[2:], x.dtype), rollouts.initial_carry)
+            return DistributedStorage.create(
+                step,
+                self.num_steps,
+                num_storages=self.num_storages // self.num_actors,
+                batch_size=self.batch_size // self.num_actors,
+                initial_carry=carry,
+                final_rows=self.final_rows,
+            ).slots
+
+        actors = actors.replace(slots=jax.vmap(slots)(jnp.arange(self.num_actors)))
+        ring = jax.tree.map(jnp.asarray, RingCounters.create())
+        return TrainState(shared=shared.replace(ring=ring), actors=actors)
+
+    def _ring(self, slots: Unrolls, counters: RingCounters) -> DistributedStorage:
+        # Counters come from outside the actors' axis: a batched position would be a scatter.
+        return DistributedStorage(
+            slots=slots,
+            counters_=counters,
+            num_envs=self.envs_per_actor,
+            batch_size=self.batch_size // self.num_actors,
+        )
+
+    def absorb(
+        self, state: TrainState, rollouts: Rollout, *, reduction: Reduction = "exact"
+    ) -> TrainState:
+        """Write one rollout of every actor into its ring."""
+        shared = state.shared
+
+        def add(slots: Unrolls, rollout: Rollout) -> tuple[Unrolls, RingCounters]:
+            assert rollout.final is not None
+            ring = self._ring(slots, shared.ring).add(
+                rollout.transition,
+                rollout.last_obs,
+                jax.tree.map(lambda x: x[0], rollout.initial_carry),
+                shared.version,
+                last_is_first=rollout.last_is_first,
+                final_obs=rollout.final.obs,
+                final_step=rollout.final.step,
+            )
+            return ring.slots, ring.counters_
+
+        slots, counters = map_actors(add, state.actors.slots, rollouts, reduction=reduction)
+        counters = jax.tree.map(lambda x: x[0], counters)  # all actors' rings move in step
+        return state.replace(
+            shared=shared.replace(ring=counters), actors=state.actors.replace(slots=slots)
+        )
+
+    # The learner.
+
+    def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
+        """RMSprop behind a clip of the gradient's norm."""
+        rmsprop = optax.rmsprop(
+            learning_rate,
+            decay=self.rmsprop_decay,  # pyright: ignore[reportArgumentType]
+            eps=self.rmsprop_epsilon,  # pyright: ignore[reportArgumentType]
+        )
+        return clipped(rmsprop, self.max_grad_norm)
+
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """RMSprop's squares at zero."""
+        return self.optimizer(self.learning_rate).init(params)
+
+    def loss(self, params: PyTree, batch: Unrolls) -> tuple[Array, Array, dict[str, Any]]:
+        """(Σ ℓ, Σ w, metrics) of one actor's unrolls."""
+        step = batch.transition
+        shape = step.terminated.shape
+        weights = jnp.broadcast_to(batch.weights[None], shape)
+        if step.valid is not None:
+            weights = weights * step.valid
+        output, last_values, bootstrap_values = self.values(params, batch)
+        log_prob = output.distribution.log_prob(step.action)
+        targets = jax.lax.stop_gradient(
+            estimators.vtrace(
+                log_prob - step.log_prob,
+                step.reward,
+                output.value,
+                last_values,
+                step.terminated,
+                step.truncated,
+                bootstrap_values,
+                self.discount,
+                clip_rho=self.clip_rho,
+                clip_c=self.clip_c,
+                clip_pg_rho=self.clip_pg_rho,
+                trace_lambda=self.trace_lambda,
+                valid=step.valid,
+            )
+        )
+        policy_loss, weight = losses.policy_gradient_loss(log_prob, targets.advantages, weights)
+        value_loss, _ = losses.value_loss(output.value, targets.returns, weights)
+        entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
+        total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
+        sums = {
+            "loss": total,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "approx_kl": kl,
+        }
+        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}
+
+    def values(self, params: PyTree, batch: Unrolls) -> tuple[Any, Array, Array]:
+        """(outputs [T, b], V(last observation) [b], V(final observation) [T, b]).
+
+        Final observations are valued with the carry that the learner has at their step; where one
+        found no row in the slot, the actor's own value stands in.
+        """
+        step, policy = batch.transition, self.policy
+        obs, is_first = step.obs, step.is_first
+        frozen = jax.lax.stop_gradient(params)
+        num_steps, size = step.terminated.shape
+        rows = batch.final_step.shape[0]
+        recurrent = bool(jax.tree.leaves(batch.initial_carry))
+        if recurrent and rows:
+
+            def one(carry: PyTree, row: Any) -> tuple[PyTree, Any]:
+                carry, output = policy.apply(params, carry, *row)
+                return carry, (output, jax.lax.stop_gradient(carry))
+
+            carry, (output, carries) = jax.lax.scan(one, batch.initial_carry, (obs, is_first))
+            at = jnp.minimum(batch.final_step, num_steps - 1)
+            env = jnp.broadcast_to(jnp.arange(size)[None], at.shape)
+            final_carry = jax.tree.map(lambda x: x[at, env].reshape(-1, *x.shape[2:]), carries)
+        else:
+            carry, output = policy.unroll(params, batch.initial_carry, obs, is_first)
+            final_carry = ()
+        carry = jax.lax.stop_gradient(carry)
+        last_values = policy.value(frozen, carry, batch.last_obs, batch.last_is_first)
+        bootstrap_values = step.bootstrap_value
+        if rows:
+            final_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.final_obs)
+            values = policy.value(frozen, final_carry, final_obs, jnp.zeros(rows * size, bool))
+            index = (batch.final_step, jnp.broadcast_to(jnp.arange(size)[None], (rows, size)))
+            bootstrap_values = bootstrap_values.at[index].set(
+                values.reshape(rows, size), mode="drop"
+            )
+        return output, last_values, bootstrap_values
+
+    def update(
+        self,
+        state: TrainState,
+        rollouts: Rollout,
+        *,
+        axis_name: Any = None,
+        reduction: Reduction = "fast",
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Store the rollouts, then U updates from the oldest unrolls."""
+        across = {"axis_name": axis_name, "reduction": reduction}
+        before = state.shared
+        shared, actors, rollouts = self.observe(before, state.actors, rollouts, **across)
+        state = self.absorb(TrainState(shared=shared, actors=actors), rollouts, reduction=reduction)
+        slots, shared = state.actors.slots, state.shared
+        optimizer = self.optimizer(self.current_learning_rate(shared))
+
+        def one(carry: Any, _: Any) -> tuple[Any, Any]:
+            params, opt_state, counters, version = carry
+            batches = jax.vmap(lambda s: self._ring(s, counters).sample())(slots)
+            lag = version - batches.version[0]
+            # Moments as they were when the newest rollout was collected.
+            grads, metrics = gradient(
+                lambda params, batch: self.loss(self.bind(params, before), batch),
+                params,
+                batches,
+                mean=False,
+                **across,
+            )
+            params, opt_state, report = apply_gradient(optimizer, params, opt_state, grads)
+            first = jax.tree.map(lambda x: x[0], slots)
+            counters = self._ring(first, counters).update().counters_
+            metrics["policy_lag"] = Mean.of(lag.astype(jnp.float32))
+            metrics["grad_norm"] = Mean.of(report["grad_norm"])
+            metrics["nonfinite"] = Sum(report["nonfinite"])
+            return (params, opt_state, counters, version + 1), metrics
+
+        carry = (shared.params, shared.opt_state, shared.ring, shared.version)
+        (params, opt_state, counters, version), metrics = jax.lax.scan(
+            one, carry, length=self.updates_per_iteration
+        )
+        metrics = jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), metrics)
+        metrics |= self.episode_metrics(rollouts, **across)
+        metrics["storage_dropped"] = Sum(counters.dropped - before.ring.dropped)
+        metrics["learning_rate"] = Last.of(self.current_learning_rate(before))
+        shared = shared.replace(
+            params=params,
+            opt_state=opt_state,
+            ring=counters,
+            iteration=shared.iteration + 1,
+            version=version,
+            num_episodes=shared.num_episodes + metrics["episodes"].total,
+        )
+        return state.replace(shared=shared), metrics

@@ -1,0 +1,276 @@
+"""OnPolicyAgent: collect a rollout, turn it into targets, take epochs of minibatches, repeat.
+
+An algorithm of this kind gives a loss; PPO and A2C are two, and a user's own is a third.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from jaxroll import estimators, losses
+from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, Shared, TrainState, clipped
+from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.learners import Reduction, map_actors, minibatch_updates, sum_actors
+from jaxroll.minibatches import divisors
+from jaxroll.reporting.metrics import Last, Mean, Metric, Sum
+from jaxroll.storages import RolloutStorage, Storage
+from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout, Targets
+
+
+class ExplainedVariance(Metric):
+    """1 − Var(returns − values) / Var(returns), of all rows that were merged."""
+
+    sums: losses.ExplainedVarianceSums
+
+    def merge(self, other: Any) -> Any:
+        """The moments of both, added."""
+        return ExplainedVariance(jax.tree.map(jnp.add, self.sums, other.sums))
+
+    def identity(self) -> Any:
+        """No rows."""
+        return ExplainedVariance(jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), self.sums))
+
+    def all_reduce(self, axis_name: Any) -> Any:
+        """The moments over the axis."""
+        return jax.lax.psum(self, axis_name)
+
+    def result(self) -> np.ndarray:
+        """The number; NaN where the returns do not vary."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            s = jax.tree.map(lambda x: np.asarray(x, np.float64), self.sums)
+            spread = s.returns_squared / s.weight - (s.returns / s.weight) ** 2
+            left = s.errors_squared / s.weight - (s.errors / s.weight) ** 2
+            return np.where(spread > 0, 1 - left / spread, np.nan)
+
+
+class OnPolicyAgent(DistributedAgent):
+    """An agent that learns from its newest rollout only; subclass it and give `loss`."""
+
+    storage: Any = struct.field(pytree_node=False, default=None)
+
+    gae_lambda: Array = leaf(0.95, "λ of the advantage estimate", "in [0, 1]")
+    num_epochs: int = static(1, "passes over each rollout", ">= 1")
+    num_mini_batch: int = static(1, "minibatches per pass", ">= 1")
+    normalize_advantage: str | None = static(
+        "minibatch",
+        "advantages to mean 0 and deviation 1: per minibatch, per rollout, or none",
+        choices=("minibatch", "rollout", None),
+    )
+    sequence_length: int | None = static(
+        None, "steps of a training sequence of a recurrent policy; none: the whole rollout"
+    )
+    adam_epsilon: Array = leaf(1e-5, "ε of Adam", "> 0")
+
+    @classmethod
+    def create(cls, env: Any, *, policy: Any = None, storage: Any = None, **hyperparameters: Any):
+        """As `DistributedAgent.create`.
+
+        Args:
+          env: an environment or its name.
+          policy: a `Policy` of your own.
+          storage: makes the storage from one step: `MyStorage.create_factory(num_steps=…)`; its
+            discount and gae_lambda follow the agent's. None: `RolloutStorage`.
+          **hyperparameters: see `cls.hyperparameters()`.
+        """
+        agent = super().create(env, policy=policy, **hyperparameters)
+        return agent.replace(storage=storage)
+
+    def _validate(self) -> None:
+        super()._validate()
+        per_actor = self.envs_per_actor * self.num_steps
+        what = f"envs per actor * num_steps = {self.envs_per_actor} * {self.num_steps}"
+        recurrent = self.network in ("lstm", "gru")
+        if recurrent:
+            length = self.sequence_length or self.num_steps
+            if self.num_steps % length:
+                raise ValueError(
+                    f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use "
+                    f"one of {divisors(self.num_steps)}."
+                )
+            per_actor = per_actor // length
+            what = f"sequences per actor = {self.envs_per_actor} * {self.num_steps} / {length}"
+        elif self.sequence_length is not None and self.policy is None:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length} is for recurrent policies, got network "
+                f'{self.network!r}. Use network="lstm", or leave it out.'
+            )
+        if per_actor % self.num_mini_batch:
+            raise ValueError(
+                f"num_mini_batch must divide {what} = {per_actor}, got {self.num_mini_batch}. Use "
+                f"one of {divisors(per_actor)}."
+            )
+
+    @abc.abstractmethod
+    def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
+        """(Σ w·ℓ, Σ w, metrics) over one actor's minibatch.
+
+        Args:
+          params: of the policy; give them to `self.outputs(params, batch)`.
+          batch: leaves [N, ...], or [L, N, ...] sequences for a recurrent policy.
+        """
+
+    def outputs(self, params: PyTree, batch: Minibatch) -> PolicyOutput:
+        """What the policy says of the minibatch now, recurrent or not."""
+        step = batch.transition
+        obs = step.obs
+        if step.valid is not None:  # rows of weight 0 may hold anything
+            obs = losses.safe_rows(obs, batch.weights)
+        if batch.initial_carry is None:
+            return self.policy.apply(params, (), obs, step.is_first)[1]
+        return self.policy.unroll(params, batch.initial_carry, obs, step.is_first)[1]
+
+    def advantages(self, batch: Minibatch) -> Array:
+        """The minibatch's advantages, streams added up, normalised if so chosen."""
+        assert batch.targets is not None
+        advantages = sum(jax.tree.leaves(batch.targets.advantages))
+        if self.normalize_advantage == "minibatch":
+            advantages = estimators.normalize(advantages, batch.weights)
+        return jnp.asarray(advantages)
+
+    @property
+    def collect_options(self) -> dict[str, Any]:
+        """Options of the collector."""
+        return {"final_rows": self.final_rows, "sequence_length": self.sequence_length}
+
+    # The learner.
+
+    def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
+        """Adam behind a clip of the gradient's norm."""
+        adam = optax.adam(learning_rate, eps=self.adam_epsilon)  # pyright: ignore
+        return clipped(adam, self.max_grad_norm)
+
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """Adam's moments at zero."""
+        return self.optimizer(self.learning_rate).init(params)
+
+    def fill(self, rollout: Rollout) -> Storage:
+        """A storage with one actor's rollout and its targets."""
+        example = jax.tree.map(lambda x: x[0], rollout.transition)
+        carry = None
+        if jax.tree.leaves(rollout.initial_carry):
+            carry = jax.tree.map(lambda x: x[0], rollout.initial_carry)
+        storage = self.make_storage(example, carry)
+        storage = storage.insert_data_slice(rollout.transition, rollout.initial_carry)
+        storage = storage.before_gradients(rollout.last_value)
+        if self.normalize_advantage == "rollout":
+            contents = storage.contents()
+            storage = storage.replace(
+                targets=Targets(
+                    advantages=jax.tree.map(
+                        lambda x: estimators.normalize(x, contents.weights),
+                        contents.targets.advantages,
+                    ),
+                    returns=contents.targets.returns,
+                )
+            )
+        return storage
+
+    def make_storage(self, example: Any, carry: PyTree) -> Any:
+        """An empty storage; its discount and λ are the agent's."""
+        if self.storage is None:
+            return RolloutStorage.create(
+                example,
+                self.num_steps,
+                discount=self.discount,
+                gae_lambda=self.gae_lambda,
+                initial_carry=carry,
+                sequence_length=self.sequence_length,
+            )
+        storage = self.storage(example)
+        for name in ("discount", "gae_lambda"):
+            if name in storage.parameters:
+                storage = storage.update_storage_parameter(name, getattr(self, name))
+        return storage
+
+    def plan_key(self, actor: Any) -> jax.Array:
+        """The key of an actor's minibatch plans for the rollout that it has just collected."""
+        state = actor.state
+        return jax.random.fold_in(jax.random.fold_in(state.key, state.num_rollouts - 1), PLAN_FOLD)
+
+    def update(
+        self,
+        state: TrainState,
+        rollouts: Rollout,
+        *,
+        axis_name: Any = None,
+        reduction: Reduction = "fast",
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Epochs of minibatches over one rollout of each actor."""
+        across = {"axis_name": axis_name, "reduction": reduction}
+        before = state.shared
+        shared, actors, rollouts = self.observe(before, state.actors, rollouts, **across)
+        storages = map_actors(self.fill, rollouts, reduction=reduction)
+        params, opt_state, metrics, num_updates = self.learn(before, actors, storages, across)
+        metrics |= self.episode_metrics(rollouts, **across)
+        counters = map_actors(
+            lambda storage: storage.after_gradients({})[1], storages, reduction=reduction
+        )
+        metrics |= {k: Sum(v) for k, v in sum_actors(counters, **across).items()}
+        metrics["explained_variance"] = ExplainedVariance(
+            sum_actors(map_actors(_explained_variance, storages, reduction=reduction), **across)
+        )
+        metrics["learning_rate"] = Last.of(self.current_learning_rate(before))
+        shared = shared.replace(
+            params=params,
+            opt_state=opt_state,
+            iteration=shared.iteration + 1,
+            version=shared.version + num_updates,
+            num_episodes=shared.num_episodes + metrics["episodes"].total,
+        )
+        return TrainState(shared=shared, actors=actors), metrics
+
+    def learn(
+        self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
+    ) -> tuple[PyTree, PyTree, dict[str, Any], int]:
+        """(params, opt_state, metrics, optimiser steps) after all epochs."""
+        plans = map_actors(
+            lambda actor, storage: storage.plan(
+                self.plan_key(actor),
+                num_mini_batch=self.num_mini_batch,
+                num_epochs=self.num_epochs,
+            ),
+            actors,
+            storages,
+            reduction=across["reduction"],
+        )
+        params, opt_state, (metrics, report) = minibatch_updates(
+            lambda params, batch: self.loss(self.bind(params, shared), batch),
+            self.optimizer(self.current_learning_rate(shared)),
+            shared.params,
+            shared.opt_state,
+            storages,
+            plans,
+            **across,
+        )
+        metrics = summed(metrics)
+        metrics |= gradient_metrics(report)
+        return params, opt_state, metrics, self.num_epochs * self.num_mini_batch
+
+
+def summed(metrics: PyTree) -> Any:
+    """Metrics of all minibatches, [E·M, ...], added up."""
+    return jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), metrics)
+
+
+def gradient_metrics(report: dict[str, Array]) -> dict[str, Any]:
+    """`grad_norm` and `nonfinite` of all minibatches."""
+    return {
+        "grad_norm": Mean.of(report["grad_norm"]),
+        "nonfinite": Sum(jnp.sum(report["nonfinite"], 0, dtype=jnp.int32)),
+    }
+
+
+def _explained_variance(storage: Any) -> losses.ExplainedVarianceSums:
+    contents = storage.contents()
+    values = sum(jax.tree.leaves(contents.transition.value))
+    returns = sum(jax.tree.leaves(contents.targets.returns))
+    return losses.explained_variance_sums(
+        jnp.asarray(values), jnp.asarray(returns), contents.weights
+    )

@@ -1,0 +1,80 @@
+"""Proximal policy optimisation.
+
+Defaults follow the well-tried continuous-control and classic-control settings (Schulman et al.,
+2017; Huang et al., 2022, "The 37 implementation details of PPO"), with the rollout of 64
+environments that a vectorised simulator makes cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxroll import losses
+from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.agents.on_policy import OnPolicyAgent
+from jaxroll.reporting.metrics import Mean
+from jaxroll.types import Array, Minibatch, PyTree
+
+
+class PPO(OnPolicyAgent):
+    """PPO with a clipped policy ratio.
+
+        ℓ = ℓ_clip(π) + c_v ℓ_value − c_H H(π)
+
+    Example:
+      >>> import jax, jaxroll
+      >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
+      >>> state, metrics = jax.jit(ppo.train_step)(ppo.init(jax.random.key(0)))
+      >>> int(state.shared.iteration)
+      1
+
+    Schulman et al., 2017, https://arxiv.org/abs/1707.06347
+    """
+
+    name: ClassVar[str] = "ppo"
+
+    num_epochs: int = static(4, "passes over each rollout", ">= 1")
+    num_mini_batch: int = static(4, "minibatches per pass", ">= 1")
+    clip_epsilon: Array = leaf(0.2, "how far the policy's ratio may move to gain", "> 0")
+    clip_value: bool = static(True, "clip the value's move by clip_epsilon too")
+    value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
+    entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
+
+    def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
+        """Clipped surrogate, value loss and entropy of one minibatch."""
+        step, weights = batch.transition, batch.weights
+        assert batch.targets is not None
+        output = self.outputs(params, batch)
+        log_prob = output.distribution.log_prob(step.action)
+        policy_loss, weight = losses.clipped_policy_loss(
+            log_prob,
+            step.log_prob,
+            self.advantages(batch),
+            weights,
+            clip_epsilon=self.clip_epsilon,
+        )
+        if self.clip_value:
+            value_loss, _ = losses.clipped_value_loss(
+                output.value,
+                step.value,
+                batch.targets.returns,
+                weights,
+                clip_epsilon=self.clip_epsilon,
+            )
+        else:
+            value_loss, _ = losses.value_loss(output.value, batch.targets.returns, weights)
+        entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
+        total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
+        outside, _ = losses.clip_fraction(
+            log_prob, step.log_prob, weights, clip_epsilon=self.clip_epsilon
+        )
+        sums = {
+            "loss": total,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "approx_kl": kl,
+            "clip_fraction": outside,
+        }
+        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}

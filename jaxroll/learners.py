@@ -1,0 +1,212 @@
+"""From losses to params: gradients summed over all actors, one optimiser step, many of them.
+
+A loss returns (Σ w·ℓ, Σ w, metrics) over the rows of one actor. The gradient is the sum over all
+actors of the first's gradient, divided by the sum of the second: a mean of means would be wrong
+as soon as rows are padded or invalid.
+
+The actors of one device are the leading axis of what comes in; further devices are behind
+`axis_name`. Two ways to add them up:
+
+- "fast": all local actors as one batch, one all-reduce of the ravelled gradient. How actors are
+  spread over devices changes the order of additions, and so the last bits.
+- "exact": one actor after the other, gathered from all devices, added in the actors' order:
+  bitwise the same on any number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from jaxroll.minibatches import MinibatchPlan
+from jaxroll.types import Array, PyTree
+
+Reduction = Literal["fast", "exact"]
+Loss = Callable[[PyTree, Any], tuple[Array, Array, PyTree]]
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise for anything but "fast" and "exact"."""
+    if reduction not in ("fast", "exact"):
+        raise ValueError(f'reduction must be "fast" or "exact", got {reduction!r}.')
+
+
+def map_actors(function: Callable[..., Any], *trees: PyTree, reduction: Reduction) -> Any:
+    """`function` of each local actor; leaves [A, ...] in and out.
+
+    Args:
+      function: of one actor's trees.
+      *trees: leaves [A, ...].
+      reduction: "exact" takes one actor after the other, so that none's arithmetic depends on
+        how many there are; "fast" all at once.
+    """
+    count = jax.tree.leaves(trees)[0].shape[0]
+    if reduction == "exact":
+        return jax.lax.map(lambda xs: function(*xs), trees)
+    if count == 1:  # no batch axis, so that slices stay slices and matrices stay matrices
+        out = function(*jax.tree.map(lambda x: x[0], trees))
+        # Numpy stays numpy: what is known while tracing stays known.
+        return jax.tree.map(lambda x: x[None], out)
+    return jax.vmap(function)(*trees)
+
+
+def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "fast") -> PyTree:
+    """Sum of leaves [A, ...] over all actors of all devices, the same everywhere.
+
+    Args:
+      tree: leaves [A, ...], A local actors.
+      axis_name: the mesh axis behind which the other devices are; None: there are none.
+      reduction: "exact" adds in the order of the actors.
+    """
+    if reduction == "exact":
+        if axis_name is not None:
+            tree = jax.lax.all_gather(tree, axis_name, tiled=True)
+        first = jax.tree.map(lambda x: x[0], tree)
+        rest = jax.tree.map(lambda x: x[1:], tree)
+        return jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
+    return all_sum(jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), tree), axis_name)
+
+
+def all_sum(tree: PyTree, axis_name: Any) -> PyTree:
+    """Sum over the devices, all floats in one all-reduce: half the time of one for each leaf."""
+    if axis_name is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [x for x in leaves if x.dtype == jnp.float32]
+    flat, unravel = ravel_pytree(floats)
+    summed = iter(unravel(jax.lax.psum(flat, axis_name)))
+    leaves = [
+        next(summed) if x.dtype == jnp.float32 else jax.lax.psum(x, axis_name) for x in leaves
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def gather_actors(tree: PyTree, *, axis_name: Any = None) -> PyTree:
+    """Leaves [A, ...] of all devices, in the order of the actors."""
+    return tree if axis_name is None else jax.lax.all_gather(tree, axis_name, tiled=True)
+
+
+def gradient(
+    loss: Loss,
+    params: PyTree,
+    batches: Any,
+    *,
+    axis_name: Any = None,
+    reduction: Reduction = "fast",
+    mean: bool = True,
+) -> tuple[PyTree, PyTree]:
+    """Gradient of a loss over the batches of all actors, and the metrics' sums.
+
+    Args:
+      loss: (params, batch) -> (Σ w·ℓ, Σ w, metrics), metrics being any pytree of sums.
+      params: what to differentiate by.
+      batches: leaves [A, ...], one batch for each local actor.
+      axis_name: mesh axis of the other devices.
+      reduction: "fast" or "exact".
+      mean: divide by Σ w over all actors; False where the algorithm's losses are sums.
+
+    Returns:
+      (gradient, metrics), the same on every device.
+    """
+
+    def total(params: PyTree, batch: Any) -> tuple[Array, tuple[Array, PyTree]]:
+        value, weight, metrics = loss(params, batch)
+        return value, (weight, metrics)
+
+    grad = jax.grad(total, has_aux=True)
+    count = jax.tree.leaves(batches)[0].shape[0]
+    if reduction == "exact":
+        stacked = jax.lax.map(lambda batch: grad(params, batch), batches)
+        summed, (weight, metrics) = sum_actors(stacked, axis_name=axis_name, reduction=reduction)
+    else:
+        if count == 1:
+            summed, aux = grad(params, jax.tree.map(lambda x: x[0], batches))
+        else:
+
+            def all_actors(params: PyTree) -> tuple[Array, Any]:
+                values, aux = jax.vmap(total, in_axes=(None, 0))(params, batches)
+                return jnp.sum(values), jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), aux)
+
+            summed, aux = jax.grad(all_actors, has_aux=True)(params)
+        summed, (weight, metrics) = all_sum((summed, aux), axis_name)
+    if mean:
+        scale = 1.0 / jnp.where(weight > 0, weight, 1)
+        summed = jax.tree.map(lambda g: g * scale.astype(g.dtype), summed)
+    return summed, metrics
+
+
+def apply_gradient(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, grads: PyTree
+) -> tuple[PyTree, PyTree, dict[str, Array]]:
+    """One optimiser step; a gradient that is not finite changes nothing and is counted.
+
+    Returns:
+      (params, opt_state, report): `grad_norm` [], before clipping, and `nonfinite` [leaves]
+      int32, 1 for each leaf of params whose gradient is not finite.
+    """
+    squares = jnp.stack(
+        [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    )
+    norm = jnp.sqrt(jnp.sum(squares))
+    finite = jnp.isfinite(norm)
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+
+    def keep(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    report = {
+        "grad_norm": jnp.where(finite, norm, 0),
+        "nonfinite": (~jnp.isfinite(squares)).astype(jnp.int32),
+    }
+    return keep(new_params, params), keep(new_state, opt_state), report
+
+
+def minibatch_updates(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    storages: Any,
+    plans: MinibatchPlan,
+    *,
+    axis_name: Any = None,
+    reduction: Reduction = "fast",
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Epochs × minibatches as one scan: minibatch i is the union of the actors' minibatches i.
+
+    Args:
+      loss: (params, minibatch) -> (Σ w·ℓ, Σ w, metrics).
+      optimizer: an optax transformation.
+      params: to train.
+      opt_state: of the optimiser.
+      storages: any storage with `minibatch(row)`, leaves [A, ...].
+      plans: [A, E·M, N], one plan for each local actor.
+      axis_name: mesh axis of the other devices.
+      reduction: "fast" or "exact".
+
+    Returns:
+      (params, opt_state, metrics): metrics have a leading axis [E·M].
+    """
+    rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), plans)
+    count = rows.indices.shape[1]
+
+    def step(carry: tuple[PyTree, PyTree], row: MinibatchPlan) -> tuple[Any, Any]:
+        params, opt_state = carry
+        # Gathering is exact however it is batched; only arithmetic must go actor by actor.
+        if count == 1:
+            storage, row = jax.tree.map(lambda x: x[0], (storages, row))
+            batches = jax.tree.map(lambda x: x[None], storage.minibatch(row))
+        else:
+            batches = jax.vmap(lambda storage, row: storage.minibatch(row))(storages, row)
+        grads, metrics = gradient(loss, params, batches, axis_name=axis_name, reduction=reduction)
+        params, opt_state, report = apply_gradient(optimizer, params, opt_state, grads)
+        return (params, opt_state), (metrics, report)
+
+    (params, opt_state), metrics = jax.lax.scan(step, (params, opt_state), rows)
+    return params, opt_state, metrics

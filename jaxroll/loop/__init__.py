@@ -1,0 +1,5 @@
+"""The imperative shell around pure agents: dispatch, evaluation, checkpoints, logs, signals."""
+
+from jaxroll.loop.training import Event, NonFiniteError, describe, evaluate, load, save, train
+
+__all__ = ["Event", "NonFiniteError", "describe", "evaluate", "load", "save", "train"]

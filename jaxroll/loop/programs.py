@@ -1,0 +1,263 @@
+"""The compiled side of the loop: several iterations for each dispatch, on a device, mesh or host.
+
+A program advances a carry {"state", "metrics"} by a number of iterations that is data, not part of
+the program: the last chunk of a run compiles nothing. Metrics add up in the carry from one dispatch
+to the next, so that rows do not depend on how iterations were grouped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxroll import collectors, parallel
+from jaxroll.reporting import metrics as metrics_lib
+from jaxroll.spaces import zeros
+from jaxroll.types import PyTree, TimeStep
+
+Carry = dict[str, Any]  # {"state": TrainState, "metrics": dict of metrics}
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "reduction"), donate_argnames=("carry",))
+def _advance(agent: Any, carry: Carry, count: Any, *, mesh: Any, reduction: str) -> Carry:
+    def chunk(agent: Any, carry: Carry, count: Any, *, axis_name: Any) -> Carry:
+        def iteration(_: Any, carry: Carry) -> Carry:
+            state, metrics = agent.train_step(
+                carry["state"], axis_name=axis_name, reduction=reduction
+            )
+            return {"state": state, "metrics": metrics_lib.merge(carry["metrics"], metrics)}
+
+        return jax.lax.fori_loop(0, count, iteration, carry)
+
+    everywhere = PartitionSpec()
+    specs = carry_specs(agent)
+    run = parallel.on_mesh(chunk, mesh, (everywhere, specs, everywhere), specs)
+    return run(agent, carry, count)
+
+
+@functools.partial(jax.jit, donate_argnames=("carry",))
+def _host_update(agent: Any, carry: Carry, rollouts: Any) -> Carry:
+    state, metrics = agent.update(carry["state"], rollouts)
+    return {"state": state, "metrics": metrics_lib.merge(carry["metrics"], metrics)}
+
+
+@jax.jit
+def _host_absorb(agent: Any, state: PyTree, rollouts: Any) -> PyTree:
+    return agent.absorb(state, rollouts)
+
+
+@jax.jit
+def _init(agent: Any, key: jax.Array) -> PyTree:
+    return agent.init(key)
+
+
+def carry_specs(agent: Any) -> Any:
+    """Where each part of a carry lives on a mesh: actors spread, the rest on every device."""
+    return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}
+
+
+def zero_metrics(agent: Any, state: Any, rollouts: Any = None) -> Any:
+    """Metrics that hold nothing yet, of the structure that the agent's update gives.
+
+    Args:
+      agent: any agent.
+      state: its state.
+      rollouts: shapes of what actors collect, where that is not part of the program.
+    """
+    leaves, structure = jax.tree.flatten((agent, state, rollouts))
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return metrics_lib.zeros_like(_metrics_shapes(structure, shapes))
+
+
+@functools.lru_cache(maxsize=32)
+def _metrics_shapes(structure: Any, leaves: tuple[Any, ...]) -> Any:
+    """Tracing a whole step takes about a second: once for each kind of agent is enough."""
+    agent, state, rollouts = jax.tree.unflatten(structure, leaves)
+    if rollouts is None:
+        return jax.eval_shape(lambda a, s: a.train_step(s), agent, state)[1]
+    return jax.eval_shape(lambda a, s, r: a.update(s, r), agent, state, rollouts)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """An environment of the right shapes that does nothing: what a host rollout will look like."""
+
+    observation_space: Any
+    action_space: Any
+
+    def reset(self, key: jax.Array) -> tuple[Any, PyTree]:
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, zeros(self.observation_space))
+
+    def step(self, key: jax.Array, state: Any, action: Any) -> tuple[Any, TimeStep]:
+        _, obs = self.reset(key)
+        false = jnp.zeros((), bool)
+        return state, TimeStep(obs, jnp.zeros(()), false, false, obs)
+
+
+def host_rollout_shapes(agent: Any, *, has_valid: bool) -> Any:
+    """Shapes of one rollout of every actor, leaves [A, ...]."""
+    env = _Shapes(agent.env.observation_space, agent.env.action_space)
+
+    def collect(key: jax.Array, params: PyTree) -> Any:
+        actor = collectors.init_actor(env, agent.policy, key, agent.envs_per_actor)
+        _, rollout = collectors.collect(
+            env, agent.policy, params, actor, agent.num_steps, **agent.collect_options
+        )
+        valid = rollout.transition.terminated if has_valid else None
+        return rollout.replace(transition=rollout.transition.replace(valid=valid))
+
+    params = jax.eval_shape(lambda k: agent.acting_params(agent.init_shared(k)), _key())
+    one = jax.eval_shape(collect, _key(), params)
+    count = agent.num_actors
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), one)
+
+
+def _key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+class DeviceProgram:
+    """Environments and learner in one compiled program, on one device or on a mesh."""
+
+    def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
+        self.agent, self.mesh, self.reduction = agent, mesh, reduction
+
+    def init(self, seed: int) -> PyTree:
+        """The state of a new run; made whole in one place, so it never depends on the mesh."""
+        return self.place(_init(self.agent, jax.random.key(seed)))
+
+    def place(self, state: PyTree) -> PyTree:
+        """A state that is whole here, put where the program expects it."""
+        if self.mesh is None:
+            return state
+        return parallel.place(state, self.mesh, carry_specs(self.agent)["state"])
+
+    def shardings(self, carry: Carry) -> Any:
+        """Shardings of a carry for a restore; None: wherever the default is."""
+        if self.mesh is None:
+            return None
+        return parallel.shardings(carry, self.mesh, carry_specs(self.agent))
+
+    def start(self, state: PyTree) -> Carry:
+        """A carry with metrics at zero."""
+        metrics = zero_metrics(self.agent, state)
+        if self.mesh is not None:
+            metrics = parallel.place(metrics, self.mesh, PartitionSpec())
+        return {"state": state, "metrics": metrics}
+
+    def advance(self, carry: Carry, count: int) -> Carry:
+        """`count` iterations, done when this returns; the old carry's memory is reused.
+
+        It waits: many dispatches under way at once on several CPU devices would deadlock.
+        """
+        count = jnp.asarray(count, jnp.int32)
+        carry = _advance(self.agent, carry, count, mesh=self.mesh, reduction=self.reduction)
+        return jax.block_until_ready(carry)
+
+    def resume(self, state: PyTree) -> PyTree:
+        """A restored state, ready to go on: bit by bit where it was."""
+        return state
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class HostProgram:
+    """Environments on the host, the learner on the device."""
+
+    def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
+        if mesh is not None and mesh.size > 1:
+            raise ValueError(
+                f"{agent.env} runs on the host, beside one device; got a mesh of {mesh.size}. "
+                "Leave out mesh."
+            )
+        self.agent = agent
+        self.collectors = []
+        try:
+            for _ in range(agent.num_actors):
+                host_env = agent.env.make(agent.envs_per_actor)
+                self.collectors.append(
+                    collectors.HostCollector(host_env, agent.policy, **agent.collect_options)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def init(self, seed: int) -> PyTree:
+        """Params and freshly seeded environments."""
+        params_key, actors_key = jax.random.split(jax.random.key(seed))
+        keys = self.agent.actor_keys(actors_key)
+        actors = [
+            self.agent.wrap_actor(collector.init(keys[a]))
+            for a, collector in enumerate(self.collectors)
+        ]
+        shared = jax.jit(lambda agent, key: agent.init_shared(key))(self.agent, params_key)
+        state = self.agent.assemble(shared, _stack(actors), self._rollout_shapes)
+        for _ in range(self.agent.num_prefills):
+            state, rollouts = self._collect(state)
+            state = _host_absorb(self.agent, state, rollouts)
+        return state
+
+    def place(self, state: PyTree) -> PyTree:
+        """As it is."""
+        return state
+
+    def shardings(self, carry: Carry) -> None:
+        """Wherever the default is."""
+
+    def start(self, state: PyTree) -> Carry:
+        """A carry with metrics at zero."""
+        metrics = zero_metrics(self.agent, state, self._rollout_shapes)
+        return {"state": state, "metrics": metrics}
+
+    @functools.cached_property
+    def _rollout_shapes(self) -> Any:
+        has_valid = self.collectors[0].envs.resets_on_next_step
+        return host_rollout_shapes(self.agent, has_valid=has_valid)
+
+    def _collect(self, state: PyTree) -> tuple[PyTree, Any]:
+        params = self.agent.acting_params(state.shared)
+        states, rollouts = [], []
+        for a, collector in enumerate(self.collectors):
+            actor = jax.tree.map(lambda x, a=a: x[a], state.actors.state)
+            after, rollout = collector.collect(params, actor, self.agent.num_steps)
+            states.append(after)
+            rollouts.append(rollout)
+        actors = state.actors.replace(state=_stack(states))
+        return state.replace(actors=actors), _stack(rollouts)
+
+    def advance(self, carry: Carry, count: int) -> Carry:
+        """`count` iterations: every actor's environments in turn, then one update."""
+        for _ in range(int(count)):
+            state, rollouts = self._collect(carry["state"])
+            carry = _host_update(self.agent, {**carry, "state": state}, rollouts)
+        return jax.block_until_ready(carry)
+
+    def resume(self, state: PyTree) -> PyTree:
+        """Host environments cannot be restored: they start anew, seeded from the actor's key."""
+        states = [
+            collector.restart(jax.tree.map(lambda x, a=a: x[a], state.actors.state))
+            for a, collector in enumerate(self.collectors)
+        ]
+        return state.replace(actors=state.actors.replace(state=_stack(states)))
+
+    def close(self) -> None:
+        """Close every environment."""
+        for collector in self.collectors:
+            collector.envs.close()
+
+
+def make_program(agent: Any, mesh: Mesh | None, reduction: str) -> DeviceProgram | HostProgram:
+    """The program that fits the agent's environment."""
+    return (HostProgram if agent.is_host else DeviceProgram)(agent, mesh, reduction)
+
+
+def _stack(trees: list[PyTree]) -> PyTree:
+    if len(trees) == 1:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], trees[0])
+    return jax.tree.map(lambda *xs: jnp.stack([jnp.asarray(x) for x in xs]), *trees)

@@ -1,0 +1,72 @@
+"""Several processes and hosts, by JAX's own multi-controller runtime.
+
+Every process runs the same program on a global mesh; `initialize` comes before anything touches a
+device. Logs and metadata come from process 0, checkpoints are written by all together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll.types import PyTree
+
+PEER_LOST = 75  # exit code of a process whose peer is gone: EX_TEMPFAIL, restart to go on
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout: int = 10,
+) -> None:
+    """Join the processes of one run; call it before anything else of JAX.
+
+    Args:
+      coordinator: "host:port" of process 0; None: found by JAX (Slurm, MPI, TPU pods).
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      heartbeat_timeout: seconds after which a silent peer counts as gone.
+    """
+    given = (coordinator, num_processes, process_id)
+    if any(x is not None for x in given) and any(x is None for x in given):
+        raise ValueError(
+            "give coordinator, num_processes and process_id together, or none of them where JAX "
+            f"finds them itself; got coordinator={coordinator!r}, num_processes={num_processes}, "
+            f"process_id={process_id}."
+        )
+    if process_id is not None and num_processes is not None and not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id must be from 0 to num_processes - 1 = {num_processes - 1}, got "
+            f"{process_id}."
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator_address=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+    )
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is up on any process: they all learn it, and stop at the same step."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def local(tree: PyTree) -> PyTree:
+    """Replicated arrays of a mesh as ordinary ones of this process's first device."""
+
+    def take(x: Any) -> Any:
+        if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+            return x.addressable_data(0)
+        return x
+
+    return jax.tree.map(take, tree)
