@@ -1,0 +1,271 @@
+"""Losses and diagnostics, each as a sum and its weight: (Σ w·ℓ, Σ w).
+
+Sums add over actors, minibatch chunks and devices, a mean of means does not once rows are padded
+or invalid. Whoever pools divides: gradient = Σ∇(Σ w·ℓ) / ΣΣ w (or by 1, where an algorithm sums).
+
+Arrays have any common shape, [N] or [T, B]. `weights` None weighs every row by 1. Where the
+weight is 0 a row may hold anything, NaN included: it is replaced before the formula, so neither
+the sum nor its gradient sees it. What enters the network needs the same care, see `safe_rows`.
+
+Estimates (advantages, returns, old log-probabilities and values) are constants: no gradient
+flows into them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxroll.types import Array, Node, PyTree
+
+WeightedSum = tuple[Array, Array]  # (Σ w·ℓ, Σ w)
+
+
+def safe_rows(tree: PyTree, weights: Array | None) -> PyTree:
+    """The same rows, with zeros where the weight is 0.
+
+    A NaN that enters a network spreads through its weights' gradient even if its loss is masked
+    (0 · NaN); clear such rows first.
+
+    Args:
+      tree: leaves [*weights.shape, ...].
+      weights: [N] or [L, N]; None: nothing to clear.
+
+    Example:
+      >>> safe_rows(jnp.array([1.0, jnp.nan]), jnp.array([1.0, 0.0]))
+      Array([1., 0.], dtype=float32)
+    """
+    if weights is None:
+        return tree
+
+    def clear(x: Array) -> Array:
+        keep = (weights != 0).reshape(*weights.shape, *[1] * (x.ndim - weights.ndim))
+        return jnp.where(keep, x, jnp.zeros_like(x))
+
+    return jax.tree.map(clear, tree)
+
+
+def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
+    """(Σ w·ℓ, Σ w); entries of weight 0 do not count, whatever they hold.
+
+    Example:
+      >>> weighted_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1.0, 0.5, 0.0]))
+      (Array(2., dtype=float32), Array(1.5, dtype=float32))
+    """
+    losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+    if weights is None:
+        return jnp.sum(losses), jnp.asarray(losses.size, losses.dtype)
+    if weights.shape != losses.shape:
+        raise ValueError(
+            f"weights must have the shape of the losses, {losses.shape}, got {weights.shape}."
+        )
+    weights = weights.astype(losses.dtype)
+    return jnp.sum(jnp.where(weights != 0, weights * losses, 0)), jnp.sum(weights)
+
+
+def clipped_policy_loss(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    weights: Array | None = None,
+    *,
+    clip_epsilon: Array | float = 0.2,
+) -> WeightedSum:
+    """PPO's surrogate: no gain from moving the ratio further than ε from 1.
+
+        r = π(a|s) / π_old(a|s)
+        ℓ = −min(r A, clip(r, 1 − ε, 1 + ε) A)
+
+    Args:
+      log_probs: [N] of the actions taken, under the policy that learns.
+      old_log_probs: [N] under the policy that acted.
+      advantages: [N], normalised or not.
+      weights: [N].
+      clip_epsilon: ε.
+
+    Example:
+      >>> loss, weight = clipped_policy_loss(jnp.zeros(4), jnp.zeros(4), jnp.ones(4))
+      >>> float(loss / weight)
+      -1.0
+
+    Schulman et al., 2017, https://arxiv.org/abs/1707.06347
+    """
+    log_probs, old_log_probs, advantages = safe_rows(
+        (log_probs, *lax.stop_gradient((old_log_probs, advantages))), weights
+    )
+    ratio = jnp.exp(log_probs - old_log_probs)
+    clipped = jnp.clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon)
+    return weighted_sum(-jnp.minimum(ratio * advantages, clipped * advantages), weights)
+
+
+def policy_gradient_loss(
+    log_probs: Array, advantages: Array, weights: Array | None = None
+) -> WeightedSum:
+    """ℓ = −A log π(a|s): its gradient is the policy gradient.
+
+    For A2C and REINFORCE with their advantages; for IMPALA with V-trace's policy-gradient
+    advantages, which hold the clipped importance weight ρ already.
+
+    Args:
+      log_probs: [N] of the actions taken, under the policy that learns.
+      advantages: [N].
+      weights: [N].
+
+    Example:
+      >>> policy_gradient_loss(jnp.array([-0.5]), jnp.array([2.0]))[0]
+      Array(1., dtype=float32)
+    """
+    log_probs, advantages = safe_rows((log_probs, lax.stop_gradient(advantages)), weights)
+    return weighted_sum(-log_probs * advantages, weights)
+
+
+def value_loss(values: PyTree, returns: PyTree, weights: Array | None = None) -> WeightedSum:
+    """ℓ = ½ (V − R)²; dicts of streams are added up.
+
+    Example:
+      >>> value_loss(jnp.array([1.0, 3.0]), jnp.zeros(2))
+      (Array(5., dtype=float32), Array(2., dtype=float32))
+    """
+    values, returns = safe_rows((values, lax.stop_gradient(returns)), weights)
+    return _over_streams(lambda v, r: 0.5 * jnp.square(v - r), weights, values, returns)
+
+
+def clipped_value_loss(
+    values: PyTree,
+    old_values: PyTree,
+    returns: PyTree,
+    weights: Array | None = None,
+    *,
+    clip_epsilon: Array | float = 0.2,
+) -> WeightedSum:
+    """The value loss, the worse of V and V kept within ε of what it was.
+
+        ℓ = ½ max((V − R)², (V_old + clip(V − V_old, −ε, ε) − R)²)
+
+    Dicts of streams are added up.
+
+    Example:
+      >>> clipped_value_loss(jnp.ones(1), jnp.zeros(1), jnp.ones(1), clip_epsilon=0.5)[0]
+      Array(0.125, dtype=float32)
+    """
+    old_values, returns = lax.stop_gradient((old_values, returns))
+    values, old_values, returns = safe_rows((values, old_values, returns), weights)
+
+    def loss(v: Array, old: Array, r: Array) -> Array:
+        clipped = old + jnp.clip(v - old, -clip_epsilon, clip_epsilon)
+        return 0.5 * jnp.maximum(jnp.square(v - r), jnp.square(clipped - r))
+
+    return _over_streams(loss, weights, values, old_values, returns)
+
+
+def _over_streams(loss, weights: Array | None, *trees: PyTree) -> WeightedSum:
+    losses = jax.tree.leaves(jax.tree.map(loss, *trees))
+    return weighted_sum(sum(losses[1:], losses[0]), weights)
+
+
+def advantage_loss(
+    adv_preds: Array, advantages: Array, weights: Array | None = None
+) -> WeightedSum:
+    """ℓ = (Â(s, a) − A)²: how DAAC's policy network learns the advantage.
+
+    Example:
+      >>> advantage_loss(jnp.array([1.0]), jnp.array([3.0]))[0]
+      Array(4., dtype=float32)
+
+    Raileanu & Fergus, 2021, https://arxiv.org/abs/2102.10330
+    """
+    adv_preds, advantages = safe_rows((adv_preds, lax.stop_gradient(advantages)), weights)
+    return weighted_sum(jnp.square(adv_preds - advantages), weights)
+
+
+def entropy_bonus(entropies: Array, weights: Array | None = None) -> WeightedSum:
+    """(Σ w·H, Σ w); a loss subtracts it.
+
+    Example:
+      >>> entropy_bonus(jnp.array([0.5, 0.7]))[1]
+      Array(2., dtype=float32)
+    """
+    return weighted_sum(safe_rows(entropies, weights), weights)
+
+
+def approximate_kl(
+    log_probs: Array, old_log_probs: Array, weights: Array | None = None
+) -> WeightedSum:
+    """KL(π_old ‖ π) from the actions taken: r − 1 − log r, unbiased and never negative.
+
+    Example:
+      >>> float(approximate_kl(jnp.zeros(4), jnp.zeros(4))[0])
+      0.0
+
+    Schulman, 2020, http://joschu.net/blog/kl-approx.html (k3)
+    """
+    log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
+    log_ratio = log_probs - old_log_probs
+    return weighted_sum(jnp.expm1(log_ratio) - log_ratio, weights)
+
+
+def clip_fraction(
+    log_probs: Array,
+    old_log_probs: Array,
+    weights: Array | None = None,
+    *,
+    clip_epsilon: Array | float = 0.2,
+) -> WeightedSum:
+    """How many rows have a ratio outside [1 − ε, 1 + ε].
+
+    Example:
+      >>> clip_fraction(jnp.log(jnp.array([1.0, 1.5])), jnp.zeros(2))
+      (Array(1., dtype=float32), Array(2., dtype=float32))
+    """
+    log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
+    outside = jnp.abs(jnp.exp(log_probs - old_log_probs) - 1) > clip_epsilon
+    return weighted_sum(outside.astype(jnp.float32), weights)
+
+
+class ExplainedVarianceSums(Node):
+    """Weighted moments of returns and of what values leave unexplained; they add over actors."""
+
+    weight: Array  # [] Σ w
+    returns: Array  # [] Σ w R
+    returns_squared: Array  # [] Σ w R²
+    errors: Array  # [] Σ w (R − V)
+    errors_squared: Array  # [] Σ w (R − V)²
+
+    def result(self) -> Array:
+        """1 − Var(R − V) / Var(R): 1 perfect, 0 no better than a constant.
+
+        NaN where the returns do not vary: nothing is there to be explained.
+        """
+
+        def variance(total: Array, squares: Array) -> Array:
+            return squares / self.weight - jnp.square(total / self.weight)
+
+        spread = variance(self.returns, self.returns_squared)
+        left = variance(self.errors, self.errors_squared)
+        return jnp.where(spread > 0, 1 - left / jnp.where(spread > 0, spread, 1), jnp.nan)
+
+
+def explained_variance_sums(
+    values: Array, returns: Array, weights: Array | None = None
+) -> ExplainedVarianceSums:
+    """The moments from which `result()` gives the explained variance of the pooled rows.
+
+    Add two with `jax.tree.map(jnp.add, a, b)`, over devices with `psum`; a mean of explained
+    variances is something else.
+
+    Example:
+      >>> returns = jnp.array([1.0, 2.0, 3.0, 4.0])
+      >>> float(explained_variance_sums(returns, returns).result())
+      1.0
+    """
+    values, returns = safe_rows(lax.stop_gradient((values, returns)), weights)
+    errors = returns - values
+    total, weight = weighted_sum(returns, weights)
+    return ExplainedVarianceSums(
+        weight=weight,
+        returns=total,
+        returns_squared=weighted_sum(jnp.square(returns), weights)[0],
+        errors=weighted_sum(errors, weights)[0],
+        errors_squared=weighted_sum(jnp.square(errors), weights)[0],
+    )
