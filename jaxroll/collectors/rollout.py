@@ -1,0 +1,377 @@
+"""Collection from JAX environments: one scan that drives B environments and a policy.
+
+`init_actor` resets the environments, `collect` takes T steps and returns the next `ActorState`
+with the `Rollout`. Both are pure and work under jit, vmap, lax.map and shard_map: carries start
+from the actor's own data, and the tree and dtypes of an `ActorState` never change.
+
+A truncated step bootstraps from V(final observation), under the carry that the policy had there.
+Keeping every final observation would double the memory, valuing every one would double the
+forward pass; so the scan writes only those of truncated steps into S rows for each environment,
+and V is asked once, after the scan. A step that finds no row left takes V(obs) and is counted.
+
+Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxroll.types import (
+    ActorState,
+    Array,
+    EpisodeStatistics,
+    EpisodeSums,
+    FinalRows,
+    Node,
+    PyTree,
+    Rollout,
+    Transition,
+)
+
+# Folded into an actor's key for the resets; no rollout has this number.
+RESET_FOLD = 2**31 - 1
+
+
+def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorState:
+    """The state of an actor whose `num_envs` environments have just been reset.
+
+    Args:
+      env: an `Env`: pure `reset(key)` and `step(key, state, action)` of one environment.
+      policy: a `Policy`; only its `initial_carry` is asked.
+      key: the actor's own key; it stays in the state and is never drawn from directly.
+      num_envs: B.
+
+    Returns:
+      `ActorState` with leaves [B, ...].
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> from jaxroll.networks import make_policy
+      >>> env = make_env("CartPole-v1")
+      >>> policy = make_policy(env.observation_space, env.action_space)
+      >>> init_actor(env, policy, jax.random.key(0), num_envs=8).obs.shape
+      (8, 4)
+    """
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+    keys = jax.random.split(jax.random.fold_in(key, RESET_FOLD), num_envs)
+    env_state, obs = strong_types(jax.vmap(env.reset)(keys))
+    return ActorState(
+        env=env_state,
+        obs=obs,
+        carry=strong_types(policy.initial_carry(num_envs)),
+        is_first=jnp.ones(num_envs, bool),
+        key=key,
+        num_rollouts=jnp.zeros((), jnp.int32),
+        statistics=EpisodeStatistics(
+            episode_return=jnp.zeros(num_envs, jnp.float32),
+            episode_length=jnp.zeros(num_envs, jnp.int32),
+        ),
+    )
+
+
+class _Running(Node):
+    """What the scan carries: all else is read off the stacked rows afterwards."""
+
+    env: PyTree
+    obs: PyTree
+    carry: PyTree
+    is_first: Array
+    final_obs: PyTree  # [S, B, ...]
+    final_carry: PyTree  # [S, B, ...]
+    num_cut: Array  # [B] rows written, or that would have been
+
+
+def collect(
+    env: Any,
+    policy: Any,
+    params: PyTree,
+    actor: ActorState,
+    num_steps: int,
+    *,
+    sequence_length: int | None = None,
+    final_rows: int = 2,
+    bootstrap: bool = True,
+    deterministic: bool = False,
+) -> tuple[ActorState, Rollout]:
+    """T steps of an actor's environments, and the actor after them.
+
+    Args:
+      env: an `Env`, the one that `init_actor` was given.
+      policy: a `Policy`. If it has `act_extras(params, output, action)`, that is stored as
+        `extras`; otherwise the `extras` of its output.
+      params: of the policy.
+      actor: where to go on from.
+      num_steps: T.
+      sequence_length: L, for learners that train on sequences: the carry before steps
+        0, L, 2L, … is kept. It must divide T; None: T.
+      final_rows: S, how many truncated steps of one environment find room for their final
+        observation.
+      bootstrap: whether to value the final observations. If False the learner does so itself
+        (from `Rollout.final`) and `bootstrap_value` is V(obs) at truncated steps.
+      deterministic: take the mode of the distribution instead of a sample.
+
+    Returns:
+      (actor, rollout); see `jaxroll.types.Rollout` for the shapes. `bootstrap_value` is 0 where
+      a step was not truncated, or was terminated as well.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> from jaxroll.networks import make_policy
+      >>> env = make_env("CartPole-v1")
+      >>> policy = make_policy(env.observation_space, env.action_space)
+      >>> actor = init_actor(env, policy, jax.random.key(0), num_envs=8)
+      >>> params = policy.init(jax.random.key(1), actor.obs)
+      >>> run = jax.jit(collect, static_argnums=(0, 1, 4))
+      >>> actor, rollout = run(env, policy, params, actor, 16)
+      >>> rollout.transition.obs.shape, rollout.last_value.shape
+      ((16, 8, 4), (8,))
+    """
+    length = _checked_length(num_steps, sequence_length, final_rows)
+    num_envs = actor.is_first.shape[0]
+    env_key, policy_key = jax.random.split(jax.random.fold_in(actor.key, actor.num_rollouts))
+    # Keys and noise of the whole rollout at once: many small draws cost more than one large.
+    env_keys = jax.random.split(env_key, (num_steps, num_envs))
+    draws, act = _actions(policy, params, actor, policy_key, num_steps, deterministic)
+    act_extras = getattr(policy, "act_extras", None)
+
+    def step(state: _Running, inputs: tuple) -> tuple[_Running, Transition]:
+        env_keys, draw = inputs
+        carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
+        action = act(output.distribution, draw)
+        env_state, timestep = jax.vmap(env.step)(env_keys, state.env, action)
+        terminated = timestep.terminated.astype(bool)
+        truncated = timestep.truncated.astype(bool)
+        cut = truncated & ~terminated
+        transition = Transition(
+            obs=state.obs,
+            action=action,
+            reward=timestep.reward.astype(jnp.promote_types(timestep.reward.dtype, jnp.float32)),
+            terminated=terminated,
+            truncated=truncated,
+            log_prob=output.distribution.log_prob(action),
+            value=output.value,
+            extras=act_extras(params, output, action) if act_extras else output.extras,
+        )
+        # Row S does not exist: what is not cut goes there and is dropped, as is the overflow.
+        row = jnp.where(cut, state.num_cut, final_rows)
+        state = _Running(
+            env=keep_types(env_state, state.env, "the environment's state"),
+            obs=keep_types(timestep.obs, state.obs, "the observation"),
+            carry=keep_types(carry, state.carry, "the policy's carry"),
+            is_first=terminated | truncated,
+            final_obs=_write(state.final_obs, row, timestep.final_obs),
+            final_carry=_write(state.final_carry, row, carry),
+            num_cut=state.num_cut + cut,
+        )
+        return state, transition
+
+    state = _Running(
+        env=actor.env,
+        obs=actor.obs,
+        carry=actor.carry,
+        is_first=actor.is_first,
+        final_obs=_empty(actor.obs, final_rows),
+        final_carry=_empty(actor.carry, final_rows),
+        num_cut=jnp.zeros_like(actor.statistics.episode_length),
+    )
+    state, transition, initial_carry = _scan(step, state, (env_keys, draws), length)
+
+    done = transition.terminated | transition.truncated
+    is_first = jnp.concatenate([actor.is_first[None], done[:-1]])
+    transition = transition.replace(is_first=is_first)
+    statistics, episodes = _episodes(transition, actor.statistics)
+    final = FinalRows(
+        obs=state.final_obs,
+        carry=state.final_carry,
+        step=_cut_steps(transition, final_rows),
+        overflow=jnp.sum(jnp.maximum(state.num_cut - final_rows, 0)),
+    )
+    actor = actor.replace(
+        env=state.env,
+        obs=state.obs,
+        carry=state.carry,
+        is_first=done[-1],
+        num_rollouts=actor.num_rollouts + 1,
+        statistics=statistics,
+    )
+    evaluated = final if bootstrap else jax.tree.map(lambda x: x[:0], final.replace(overflow=()))
+    last_value, bootstrap_value = _final_values(policy, params, actor, transition, evaluated)
+    rollout = Rollout(
+        transition=transition.replace(bootstrap_value=bootstrap_value),
+        last_obs=actor.obs,
+        last_is_first=actor.is_first,
+        last_carry=actor.carry,
+        last_value=last_value,
+        initial_carry=initial_carry,
+        final=final,
+        episodes=episodes,
+    )
+    return actor, rollout
+
+
+def _checked_length(num_steps: int, sequence_length: int | None, final_rows: int) -> int:
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
+    if final_rows < 0:
+        raise ValueError(f"final_rows must be 0 or more, got {final_rows}.")
+    length = num_steps if sequence_length is None else sequence_length
+    if length < 1 or num_steps % length:
+        divisors = [n for n in range(1, num_steps + 1) if num_steps % n == 0]
+        near = min(divisors, key=lambda n: abs(n - length))
+        raise ValueError(
+            f"sequence_length must divide num_steps = {num_steps}, got {length}. "
+            f"Use sequence_length={near}."
+        )
+    return length
+
+
+def _actions(
+    policy: Any, params: PyTree, actor: ActorState, key: jax.Array, num_steps: int, mode: bool
+) -> tuple[PyTree, Any]:
+    """([T, ...] draws, (distribution, one draw) -> action).
+
+    A distribution with `noise` and `sample_with` has its noise drawn for the whole rollout;
+    `noise` reads shapes and dtypes only, so it can be asked before any output is there.
+    """
+    if mode:
+        return None, lambda distribution, _: distribution.mode()
+    _, output = jax.eval_shape(policy.apply, params, actor.carry, actor.obs, actor.is_first)
+    if hasattr(output.distribution, "noise") and hasattr(output.distribution, "sample_with"):
+        noise = output.distribution.noise(key, (num_steps,))
+        return noise, lambda distribution, draw: distribution.sample_with(draw)
+    keys = jax.random.split(key, num_steps)
+    return keys, lambda distribution, key: distribution.sample(key)
+
+
+def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:
+    """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...]."""
+    if not jax.tree.leaves(state.carry) or length == inputs[0].shape[0]:
+        after, transition = lax.scan(step, state, inputs)
+        return after, transition, jax.tree.map(lambda x: x[None], state.carry)
+
+    def sequence(state: _Running, inputs: tuple) -> tuple[_Running, tuple]:
+        after, transition = lax.scan(step, state, inputs)
+        return after, (transition, state.carry)
+
+    chunks = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), inputs)
+    after, (transition, carries) = lax.scan(sequence, state, chunks)
+    return after, jax.tree.map(_merge, transition), carries
+
+
+def _empty(tree: PyTree, rows: int) -> PyTree:
+    # zeros_like of data, not zeros: under shard_map a carry must vary as its data do.
+    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x)[None], (rows, *x.shape)), tree)
+
+
+def _write(buffers: PyTree, row: Array, values: PyTree) -> PyTree:
+    """Put values[b] at [row[b], b], in place; a row that does not exist is dropped."""
+
+    def write(buffer: Array, x: Array) -> Array:
+        if buffer.shape[0] == 0:
+            return buffer
+        index = (row, jnp.arange(row.shape[0]))
+        return buffer.at[index].set(x, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, buffers, values)
+
+
+def _cut_steps(transition: Transition, rows: int) -> Array:
+    """[S, B] when the first S truncations of each environment were; T where there was none."""
+    cut = transition.truncated & ~transition.terminated
+    t = jnp.broadcast_to(jnp.arange(cut.shape[0], dtype=jnp.int32)[:, None], cut.shape)
+    steps, last = [], jnp.full_like(t[0], -1)
+    for _ in range(rows):
+        last = jnp.min(jnp.where(cut & (t > last[None]), t, cut.shape[0]), axis=0)
+        steps.append(last)
+    return jnp.stack(steps) if rows else jnp.zeros((0, cut.shape[1]), jnp.int32)
+
+
+def _episodes(
+    transition: Transition, before: EpisodeStatistics
+) -> tuple[EpisodeStatistics, EpisodeSums]:
+    """The running episodes after the rollout, and the sums over those that ended in it.
+
+    A scan of its own, over rows that are stacked anyway: one small loop costs less than these
+    operations in the large one.
+    """
+
+    def step(state: tuple, row: tuple) -> tuple[tuple, None]:
+        total, length, count, return_sum, length_sum = state
+        reward, done = row
+        total, length = total + reward, length + 1
+        state = (
+            jnp.where(done, 0, total),
+            jnp.where(done, 0, length),
+            count + done,
+            return_sum + jnp.where(done, total, 0),
+            length_sum + jnp.where(done, length, 0),
+        )
+        return state, None
+
+    total, length = before.episode_return, before.episode_length
+    state = (total, length, jnp.zeros_like(length), jnp.zeros_like(total), jnp.zeros_like(length))
+    rows = (transition.reward.astype(total.dtype), transition.terminated | transition.truncated)
+    (total, length, *sums), _ = lax.scan(step, state, rows)
+    return EpisodeStatistics(total, length), EpisodeSums(*(jnp.sum(x) for x in sums))
+
+
+def _final_values(
+    policy: Any, params: PyTree, actor: ActorState, transition: Transition, final: FinalRows
+) -> tuple[PyTree, PyTree]:
+    """([B] V(last obs), [T, B] bootstrap values), from one call of the policy.
+
+    A step that was not truncated has the bootstrap value 0; one without a row has V(obs).
+    """
+    num_envs = final.step.shape[1]
+
+    def stack(last: PyTree, final: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, _merge(y)]), last, final)
+
+    # After the last step an episode may start; a final observation always continues one.
+    values = policy.value(
+        params,
+        stack(actor.carry, final.carry),
+        stack(actor.obs, final.obs),
+        stack(actor.is_first, jnp.zeros_like(final.step, bool)),
+    )
+    cut = transition.truncated & ~transition.terminated
+    index = (final.step, jnp.broadcast_to(jnp.arange(num_envs)[None], final.step.shape))
+
+    def put(value: Array, v: Array) -> Array:
+        v = v[num_envs:].reshape(final.step.shape).astype(value.dtype)
+        return jnp.where(cut, value, 0).at[index].set(v, mode="drop")
+
+    return (
+        jax.tree.map(lambda v: v[:num_envs], values),
+        jax.tree.map(put, transition.value, values),
+    )
+
+
+def _merge(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def strong_types(tree: PyTree) -> PyTree:
+    """Drop weak types: they would change after the first step, and cost a second trace."""
+    return jax.tree.map(lambda x: keep_types(x, x), tree)
+
+
+def keep_types(new: PyTree, old: PyTree, what: str = "state") -> PyTree:
+    """`new`, if it has the tree, shapes and dtypes of `old`: what a scan can carry."""
+
+    def check(path: Any, old: Array, new: Array) -> Array:
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} must keep its shape and dtype over a step: "
+                f"it was {old.dtype}{list(old.shape)} and became {new.dtype}{list(new.shape)}."
+            )
+        if jnp.issubdtype(new.dtype, jax.dtypes.extended):
+            return new
+        return new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(check, old, new)
