@@ -83,14 +83,15 @@ def plan(
         keys = jax.random.split(key, num_epochs)
         order = jax.vmap(lambda k: permutation(k, total))(keys)
     else:
-        order = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (num_epochs, total))
+        order = np.broadcast_to(np.arange(total, dtype=np.int32), (num_epochs, total))
     used = count * size
     weights = np.ones((num_epochs, used), np.float32)
     if used > total:
-        order = jnp.pad(order, ((0, 0), (0, used - total)))
+        pad = jnp.pad if shuffle else np.pad  # what is known needs no program
+        order = pad(order, ((0, 0), (0, used - total)))
         weights[:, total:] = 0
     return MinibatchPlan(
-        indices=order[:, :used].reshape(num_epochs * count, size),
+        indices=jnp.asarray(order[:, :used].reshape(num_epochs * count, size)),
         weights=jnp.asarray(weights.reshape(num_epochs * count, size)),
         sequence_length=length,
     )

@@ -152,9 +152,12 @@ def prepare(
     out |= {name: number(name, x) for name, x in numbers.items()}
     if bootstrap_values is not None:
         bootstrap_values = jnp.asarray(check("bootstrap_values", bootstrap_values, shape), dtype)
+    rewards = rewards.astype(dtype)
+    last_values = jnp.asarray(check("last_values", last_values, shape[1:]), dtype)
     return SimpleNamespace(
-        rewards=rewards.astype(dtype),
-        last_values=jnp.asarray(check("last_values", last_values, shape[1:]), dtype),
+        rewards=rewards,
+        # Inside shard_map a constant would not vary over the mesh as the carry of a scan must.
+        last_values=last_values + jnp.zeros_like(rewards[-1]),
         terminated=flag("terminated", terminated),
         truncated=flag("truncated", truncated),
         bootstrap_values=bootstrap_values,

@@ -82,7 +82,7 @@ def vtrace(
         },
     )
 
-    # The ratios for all steps at once; an invalid row's may be anything, 0 keeps its gradient finite.
+    # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
     log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
     rows = {
         "rhos": jnp.exp(log_rhos),
