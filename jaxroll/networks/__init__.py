@@ -1,0 +1,24 @@
+"""Default networks behind the `Policy` protocol; any other network library fits it too."""
+
+from jaxroll.networks.actor_critic import ActorCritic, ActorCriticPolicy, make_policy
+from jaxroll.networks.base import FunctionPolicy, Policy, check_policy
+from jaxroll.networks.decoupled import DecoupledPolicy, make_decoupled_policy
+from jaxroll.networks.recurrent import Body, Core
+from jaxroll.networks.torsos import MLP, ConvTorso, Dense, Encoder
+
+__all__ = [
+    "MLP",
+    "ActorCritic",
+    "ActorCriticPolicy",
+    "Body",
+    "ConvTorso",
+    "Core",
+    "DecoupledPolicy",
+    "Dense",
+    "Encoder",
+    "FunctionPolicy",
+    "Policy",
+    "check_policy",
+    "make_decoupled_policy",
+    "make_policy",
+]

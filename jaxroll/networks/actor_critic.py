@@ -1,0 +1,320 @@
+"""Actor-critics: a distribution over actions and values, on one torso or on two.
+
+`make_policy` picks the layers by the spaces; the result is a `Policy` that compares by value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxroll import spaces
+from jaxroll.distributions import Distribution, DistributionFor, distribution_for
+from jaxroll.networks.base import Policy
+from jaxroll.networks.recurrent import CORES, Body, Core, initial_carry
+from jaxroll.networks.torsos import (
+    ACTIVATIONS,
+    MASK,
+    Dense,
+    Encoder,
+    flat_entries,
+    has_image,
+    is_channels_first,
+)
+from jaxroll.types import Array, PolicyOutput, PyTree
+
+NETWORKS = ("auto", "mlp", "cnn", *CORES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What decides a default network's layers; made by `architecture`, compares by value."""
+
+    observation_space: spaces.Space
+    kind: DistributionFor
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolutional: bool
+    core: str | None
+    core_size: int
+    streams: tuple[str, ...] | None
+    log_std_init: float
+    dtype: Any
+
+    def body(self, name: str) -> Body:
+        """A torso, with its core."""
+        encoder = Encoder(
+            self.observation_space,
+            self.hidden_sizes,
+            self.activation,
+            self.convolutional,
+            self.dtype,
+            parent=None,
+        )
+        core = Core(self.core, self.core_size, self.dtype, parent=None) if self.core else None
+        return Body(encoder, core, name=name)
+
+    def initial_carry(self, batch_size: int) -> PyTree:
+        """Of one body."""
+        return initial_carry(self.core, self.core_size, batch_size) if self.core else ()
+
+
+class PolicyHead(nn.Module):
+    """Features → distribution; for a Box with a learned log_std that no state changes."""
+
+    kind: DistributionFor
+    log_std_init: float = 0.0
+
+    @nn.compact
+    def __call__(self, features: Array, mask: Array | None) -> Distribution:
+        """[..., features] → a distribution with batch axes [...]."""
+        outputs = Dense(self.kind.num_outputs, scale=0.01)(features)
+        log_std = None
+        if self.kind.has_log_std:
+            init = nn.initializers.constant(self.log_std_init)
+            log_std = self.param("log_std", init, (self.kind.num_outputs,))
+        return self.kind.build(outputs, log_std, mask)
+
+
+class ValueHead(nn.Module):
+    """Features → [...] values, or a dict of them, one per stream."""
+
+    streams: tuple[str, ...] | None = None
+
+    @nn.compact
+    def __call__(self, features: Array) -> PyTree:
+        """[..., features] → [...]."""
+        values = Dense(len(self.streams) if self.streams else 1, scale=1.0)(features)
+        if self.streams is None:
+            return values[..., 0]
+        return {stream: values[..., i] for i, stream in enumerate(self.streams)}
+
+
+class ActorCritic(nn.Module):
+    """Torsos and heads; carries are a body's own if shared, else {"actor": …, "critic": …}."""
+
+    architecture: Architecture
+    shared_torso: bool
+
+    def setup(self):
+        """One body or two, and the heads."""
+        if self.shared_torso:
+            self.torso = self.architecture.body("torso")
+        else:
+            self.actor = self.architecture.body("actor")
+            self.critic = self.architecture.body("critic")
+        self.policy_head = PolicyHead(self.architecture.kind, self.architecture.log_std_init)
+        self.value_head = ValueHead(self.architecture.streams)
+
+    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool = False):
+        """(carry, PolicyOutput); leaves [B, ...], or [T, B, ...] to unroll."""
+        if self.shared_torso:
+            carry, seen = _run(self.torso, unroll)(carry, obs, is_first)
+            judged = seen
+        else:
+            actor, critic = split_carry(carry)
+            actor, seen = _run(self.actor, unroll)(actor, obs, is_first)
+            critic, judged = _run(self.critic, unroll)(critic, obs, is_first)
+            carry = join_carry(actor, critic)
+        distribution = self.policy_head(seen, action_mask(self.architecture, obs))
+        return carry, PolicyOutput(distribution, self.value_head(judged))
+
+    def value(self, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
+        """V alone: the actor is not run."""
+        if self.shared_torso:
+            return self.value_head(self.torso(carry, obs, is_first)[1])
+        return self.value_head(self.critic(split_carry(carry)[1], obs, is_first)[1])
+
+
+def _run(body: Body, unroll: bool):
+    return body.unroll if unroll else body
+
+
+def split_carry(carry: PyTree) -> tuple[PyTree, PyTree]:
+    """(actor's, critic's)."""
+    return (carry["actor"], carry["critic"]) if isinstance(carry, dict) else ((), ())
+
+
+def join_carry(actor: PyTree, critic: PyTree) -> PyTree:
+    """{"actor": …, "critic": …}, or () if there is nothing to carry."""
+    return {"actor": actor, "critic": critic} if jax.tree.leaves((actor, critic)) else ()
+
+
+def action_mask(architecture: Architecture, obs: PyTree) -> Array | None:
+    """The observation's "action_mask" entry, if its space has one."""
+    space = architecture.observation_space
+    return obs[MASK] if isinstance(space, spaces.Dict) and MASK in space.spaces else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorCriticPolicy(Policy):
+    """A policy and a value on default networks; made by `make_policy`."""
+
+    architecture: Architecture
+    shared_torso: bool
+
+    @property
+    def module(self) -> ActorCritic:
+        """The flax module, for those who want it bare."""
+        return ActorCritic(self.architecture, self.shared_torso)
+
+    def init(self, key: jax.Array, obs: PyTree) -> PyTree:
+        """{"torso" or "actor" and "critic", "policy_head", "value_head"}."""
+        batch = jax.tree.leaves(obs)[0].shape[0]
+        is_first = jnp.zeros(batch, bool)
+        return self.module.init(key, self.initial_carry(batch), obs, is_first)["params"]
+
+    def initial_carry(self, batch_size: int) -> PyTree:
+        """Zeros; () if feed-forward."""
+        own = self.architecture.initial_carry
+        if self.shared_torso:
+            return own(batch_size)
+        return join_carry(own(batch_size), own(batch_size))
+
+    def apply(
+        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
+    ) -> tuple[PyTree, PolicyOutput]:
+        """(carry, output); leaves [B, ...]."""
+        return self.module.apply({"params": params}, carry, obs, is_first)  # pyright: ignore
+
+    def unroll(
+        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
+    ) -> tuple[PyTree, PolicyOutput]:
+        """(carry, outputs); leaves [T, B, ...]. The torso sees all rows at once."""
+        variables = {"params": params}
+        return self.module.apply(variables, carry, obs, is_first, unroll=True)  # pyright: ignore
+
+    def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
+        """V alone, [B] or a dict of streams; a separate actor is not run."""
+        return self.module.apply({"params": params}, carry, obs, is_first, method="value")
+
+
+def architecture(
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    *,
+    network: str = "auto",
+    hidden_sizes: tuple[int, ...] | None = None,
+    activation: str | None = None,
+    core_size: int | None = None,
+    streams: tuple[str, ...] | None = None,
+    squash: bool = False,
+    log_std_init: float = 0.0,
+    dtype: Any = np.float32,
+) -> Architecture:
+    """The layers that fit these spaces; see `make_policy` for the arguments."""
+    _check_choice("network", network, NETWORKS)
+    images = has_image(observation_space)
+    if network == "cnn" and not images:
+        raise ValueError(
+            'network="cnn" needs an observation (or an entry of it) with three axes, '
+            f'got {observation_space}. Use network="mlp".'
+        )
+    if not flat_entries(observation_space):
+        raise ValueError(
+            f"the observation space must have an entry to look at, got {observation_space}."
+        )
+    convolutional = images and network != "mlp"
+    if activation is None:
+        activation = "relu" if convolutional else "tanh"
+    _check_choice("activation", activation, tuple(ACTIVATIONS))
+    if hidden_sizes is None:
+        hidden_sizes = _default_sizes(observation_space) if convolutional else (64, 64)
+    hidden_sizes = tuple(int(size) for size in hidden_sizes)
+    if not hidden_sizes or min(hidden_sizes) < 1:
+        raise ValueError(f"hidden_sizes must be positive, at least one, got {hidden_sizes}.")
+    if streams is not None and (not streams or len(set(streams)) != len(streams)):
+        raise ValueError(f"streams must be different names, at least one, got {streams}.")
+    return Architecture(
+        observation_space=observation_space,
+        kind=distribution_for(action_space, squash=squash),
+        hidden_sizes=hidden_sizes,
+        activation=activation,
+        convolutional=convolutional,
+        core=network if network in CORES else None,
+        core_size=int(core_size or hidden_sizes[-1]),
+        streams=None if streams is None else tuple(streams),
+        log_std_init=float(log_std_init),
+        dtype=np.dtype(dtype),
+    )
+
+
+def _default_sizes(space: spaces.Space) -> tuple[int, ...]:
+    """512 after the large convolutions, 128 after the small: as their authors have it."""
+    shapes = [s.shape for s in flat_entries(space).values() if len(s.shape) == 3]
+    sides = [min(s[1:] if is_channels_first(s) else s[:2]) for s in shapes]
+    return (512,) if max(sides) >= 36 else (128,)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1) or [choices[0]]
+        raise ValueError(f'{name} must be one of {choices}, got {value!r}. Use {name}="{near[0]}".')
+
+
+def make_policy(
+    observation_space: spaces.Space,
+    action_space: spaces.Space,
+    *,
+    network: str = "auto",
+    hidden_sizes: tuple[int, ...] | None = None,
+    activation: str | None = None,
+    shared_torso: bool | None = None,
+    core_size: int | None = None,
+    streams: tuple[str, ...] | None = None,
+    squash: bool = False,
+    log_std_init: float = 0.0,
+    dtype: Any = np.float32,
+) -> ActorCriticPolicy:
+    """An actor-critic that fits these spaces; no device is touched.
+
+    Kernels are orthogonal: gain √2 in hidden layers, 0.01 for the policy head, 1 for the value
+    head (Andrychowicz et al., 2021, https://arxiv.org/abs/2006.05990); biases are 0.
+
+    Args:
+      observation_space: vectors and choices (one-hot) go into an MLP, Boxes of three axes
+        ([H, W, C], or [C, H, W] for frames of 32 × 32 and more) through convolutions, uint8
+        divided by 255; the entries of a Dict are embedded and concatenated. A Dict's entry
+        "action_mask" (bool, true where allowed; all choices side by side) masks the distribution.
+      action_space: see `distribution_for`.
+      network: "auto" looks at the observations: "cnn" for images, else "mlp" (which flattens
+        images); "lstm" and "gru" add a recurrent core to what "auto" picks.
+      hidden_sizes: of the dense layers; None: (64, 64), after convolutions (128,) or (512,).
+      activation: of the dense layers; None: "tanh", after convolutions "relu".
+      shared_torso: whether actor and critic share all but the heads; None: only where a torso
+        is expensive, with convolutions or a core.
+      core_size: units of the recurrent core; None: hidden_sizes[-1].
+      streams: names of several values; `value` is then a dict. None: one value.
+      squash: press continuous actions into their bounds (`TanhGaussian`).
+      log_std_init: of continuous actions, before squashing.
+      dtype: of the torso's computation; parameters, heads and carries are float32.
+
+    Example:
+      >>> policy = make_policy(spaces.Box.create(-1, 1, (4,)), spaces.Discrete(2))
+      >>> obs, is_first = jnp.zeros((8, 4)), jnp.zeros(8, bool)
+      >>> params = policy.init(jax.random.key(0), obs)
+      >>> _, output = policy.apply(params, (), obs, is_first)
+      >>> output.distribution.sample(jax.random.key(1)).shape, output.value.shape
+      ((8,), (8,))
+    """
+    layers = architecture(
+        observation_space,
+        action_space,
+        network=network,
+        hidden_sizes=hidden_sizes,
+        activation=activation,
+        core_size=core_size,
+        streams=streams,
+        squash=squash,
+        log_std_init=log_std_init,
+        dtype=dtype,
+    )
+    if shared_torso is None:
+        shared_torso = layers.convolutional or layers.core is not None
+    return ActorCriticPolicy(layers, bool(shared_torso))
