@@ -28,7 +28,7 @@ from jaxroll.checkpoints.errors import (
     NoCheckpointError,
     SaveError,
 )
-from jaxroll.checkpoints.processes import is_primary, together
+from jaxroll.checkpoints.processes import together
 from jaxroll.checkpoints.steps import (
     DELETING,
     SAVING,
@@ -193,13 +193,12 @@ class Checkpointer:
                     return
                 time.sleep(self._retry_seconds * 2**attempt)
         self._damaged.discard(step)
-        if is_primary():
-            try:
-                self._prune(step)
-            except OSError as error:
-                failure = CheckpointError(f"could not delete old steps: {error}")
-                failure.__cause__ = error
-                self.errors.append(failure)
+        try:
+            together(f"{tag}/prune", lambda: self._prune(step), primary_only=True)
+        except (OSError, CheckpointError) as error:
+            failure = CheckpointError(f"could not delete old steps: {error}")
+            failure.__cause__ = error
+            self.errors.append(failure)
 
     def _prune(self, just_saved: int) -> None:
         """Delete what need not stay. The successor is complete, so nothing is lost by a kill."""

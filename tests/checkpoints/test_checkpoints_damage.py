@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +79,8 @@ def check_damage(intact, tmp_path, seed):
         else:  # a flipped bit in the manifest's white space harms nothing
             assert equal(restored.state, state_of(step))
             assert restored.metadata["config"] == {"seed": step}
-    with np.testing.suppress_warnings() as warnings:
-        warnings.filter(CheckpointWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
         step, state, _ = Checkpointer(directory).restore(like)
     assert equal(state, state_of(step))
     assert step >= max({10, 20, 30} - harmed)
