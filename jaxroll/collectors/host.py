@@ -1,0 +1,383 @@
+"""Collection from host environments: a loop with one jitted policy step.
+
+`HostCollector` returns what `collect` returns for JAX environments: the next `ActorState` and a
+`Rollout`. The rows are written into numpy arrays, made anew for each rollout and moved to the
+device once. Host environments cannot be copied or set back, so `ActorState.env` is only the number
+of steps they have taken, by which an outdated state is noticed.
+
+A truncated step bootstraps from V(final observation) under the policy's own carry. Where the
+environments reset on the next step, the final observation is the next row's own, so its value is
+there already; where they reset on the same step, the final observations of truncated steps are
+valued after the loop, B at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll.envs.base import HostEnv, HostStep
+from jaxroll.spaces import Dict, Space
+from jaxroll.types import (
+    ActorState,
+    Array,
+    EpisodeStatistics,
+    EpisodeSums,
+    FinalRows,
+    PyTree,
+    Rollout,
+    Transition,
+)
+
+# Folded into an actor's key for the resets; no rollout has this number.
+RESET_FOLD = 2**31 - 1
+
+
+class HostCollector:
+    """Drives B host environments with a policy.
+
+    Args:
+      envs: a `HostEnv`, for instance `make_env("gymnasium:CartPole-v1").make(64)`.
+      policy: a `Policy`; if it has `act_extras(params, output, action)`, that is stored as
+        `extras`, otherwise the `extras` of its output.
+      sequence_length: L, for learners that train on sequences: the carry before steps
+        0, L, 2L, … is kept; None: the rollout's length.
+      final_rows: S, how many final observations of truncated steps `Rollout.final` holds for each
+        environment. All of them are bootstrapped, whatever S is.
+      bootstrap: whether to value the final observations. If False the learner does so itself
+        (from `Rollout.final`) and `bootstrap_value` is V(obs) at truncated steps.
+      deterministic: take the mode of the distribution instead of a sample.
+
+    Example:
+      >>> import jaxroll.networks
+      >>> from jaxroll.envs import make_env
+      >>> envs = make_env("gymnasium:CartPole-v1").make(4)
+      >>> policy = jaxroll.networks.make_policy(envs.observation_space, envs.action_space)
+      >>> collector = HostCollector(envs, policy)
+      >>> actor = collector.init(jax.random.key(0))
+      >>> params = policy.init(jax.random.key(1), actor.obs)
+      >>> actor, rollout = collector.collect(params, actor, num_steps=16)
+      >>> rollout.transition.obs.shape, rollout.last_value.shape
+      ((16, 4, 4), (4,))
+      >>> envs.close()
+    """
+
+    def __init__(
+        self,
+        envs: HostEnv,
+        policy: Any,
+        *,
+        sequence_length: int | None = None,
+        final_rows: int = 2,
+        bootstrap: bool = True,
+        deterministic: bool = False,
+    ):
+        if not isinstance(envs, HostEnv):
+            raise TypeError(
+                f"HostCollector needs open environments, a HostEnv, got {type(envs).__name__}. "
+                "Open them: spec.make(num_envs); for a JAX environment use collect."
+            )
+        if final_rows < 0:
+            raise ValueError(f"final_rows must be 0 or more, got {final_rows}.")
+        self.envs, self.policy = envs, policy
+        self._sequence_length, self._final_rows = sequence_length, final_rows
+        self._bootstrap = bootstrap
+        self._programs = _programs(policy, deterministic)
+        self._steps_taken = -1  # not reset yet
+
+    def init(self, key: jax.Array) -> ActorState:
+        """Reset the environments, with seeds from the key: the actor's first state, [B, ...]."""
+        return self._start(key, np.int32(0))
+
+    def restart(self, actor: ActorState) -> ActorState:
+        """Reset the environments and go on with the actor's key: after restoring a checkpoint."""
+        return self._start(actor.key, actor.num_rollouts)
+
+    def collect(
+        self, params: PyTree, actor: ActorState, num_steps: int
+    ) -> tuple[ActorState, Rollout]:
+        """T steps of the environments, and the actor after them.
+
+        Returns:
+          (actor, rollout); see `jaxroll.types.Rollout` for the shapes. `bootstrap_value` is 0
+          where a step was not truncated, or was terminated as well; `valid` is there only if
+          the environments reset on the next step.
+        """
+        length = self._checked_length(num_steps)
+        self._check_actor(actor)
+        act, value, finish = self._programs
+        envs, key = self.envs, jax.random.fold_in(actor.key, actor.num_rollouts)
+        carry = actor.carry
+        buffers = _Buffers.create(envs.observation_space, num_steps, envs.num_envs)
+        buffers.start(actor)
+        rows, cuts, carries = None, [], []
+        for t in range(num_steps):
+            if t % length == 0:
+                carries.append(carry)
+            carry, outputs = act(params, carry, buffers.obs_at(t), buffers.is_first[t], key, t)
+            if rows is None:
+                rows = jax.tree.map(lambda x: np.empty((num_steps, *x.shape), x.dtype), outputs)
+            for buffer, output in zip(jax.tree.leaves(rows), jax.tree.leaves(outputs)):
+                buffer[t] = output
+            step = envs.step(jax.tree.map(lambda x, t=t: x[t], rows["action"]))
+            buffers.write(t, step)
+            if step.truncated.any():
+                cut = np.flatnonzero(step.truncated & ~step.terminated)
+                final_obs = step.obs if step.final_obs is None else step.final_obs
+                cuts.append(_Cut.create(t, cut, final_obs, carry))
+        assert rows is not None
+        self._steps_taken += num_steps
+
+        if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(rows["value"]):
+            bootstrap_value = _final_values(value, params, cuts, rows["value"], envs.num_envs)
+        else:
+            bootstrap_value = None
+        # No aliases of numpy's memory: the rollout may be donated.
+        host = (buffers, rows, bootstrap_value, self._final(cuts, buffers, carry, num_steps))
+        buffers, rows, bootstrap_value, final = jax.device_put(host, may_alias=False)
+        after, rollout = finish(
+            self._bootstrap,
+            envs.resets_on_next_step,
+            params,
+            actor.replace(carry=carry, env=np.int32(self._steps_taken)),
+            buffers,
+            rows,
+            bootstrap_value,
+        )
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *carries)
+        return after, rollout.replace(initial_carry=stacked, final=final)
+
+    def _start(self, key: jax.Array, num_rollouts: Array) -> ActorState:
+        reset_key = jax.random.fold_in(jax.random.fold_in(key, RESET_FOLD), num_rollouts)
+        obs = self.envs.reset(int(jax.random.randint(reset_key, (), 0, 2**30)))
+        self._steps_taken = 0
+        num_envs = self.envs.num_envs
+        return ActorState(
+            env=jnp.zeros((), jnp.int32),
+            obs=jax.device_put(jax.tree.map(np.ascontiguousarray, obs), may_alias=False),
+            carry=jax.tree.map(jnp.asarray, self.policy.initial_carry(num_envs)),
+            is_first=jnp.ones(num_envs, bool),
+            key=key,
+            num_rollouts=jnp.asarray(num_rollouts, jnp.int32),
+            statistics=EpisodeStatistics(
+                episode_return=jnp.zeros(num_envs, jnp.float32),
+                episode_length=jnp.zeros(num_envs, jnp.int32),
+            ),
+        )
+
+    def _final(self, cuts: list[_Cut], buffers: _Buffers, carry: PyTree, num_steps: int):
+        """`FinalRows` in numpy, from the steps that were cut."""
+        shape = (self._final_rows, self.envs.num_envs)
+
+        def empty(x: Array) -> np.ndarray:
+            return np.zeros((self._final_rows, *x.shape), x.dtype)
+
+        obs, carries = jax.tree.map(empty, (buffers.obs_at(0), carry))
+        step, written = np.full(shape, num_steps, np.int32), np.zeros(shape[1], np.int64)
+        for cut in cuts:
+            kept = written[cut.envs] < self._final_rows
+            envs = cut.envs[kept]
+            index = written[envs], envs
+            for tree, source in ((obs, cut.obs), (carries, cut.carry)):
+                jax.tree.map(lambda x, y, i=index, k=kept: x.__setitem__(i, y[k]), tree, source)
+            step[index] = cut.step
+            written[cut.envs] += 1
+        overflow = np.maximum(written - self._final_rows, 0).sum().astype(np.int32)
+        return FinalRows(obs=obs, carry=carries, step=step, overflow=overflow)
+
+    def _check_actor(self, actor: ActorState) -> None:
+        if int(actor.env) != self._steps_taken:
+            has = "not been reset" if self._steps_taken < 0 else f"taken {self._steps_taken} steps"
+            raise ValueError(
+                f"The environments have {has}, but the actor state stands after "
+                f"{int(actor.env)}: host environments cannot be set back. Use the state that the "
+                "last collect returned, or reset them: actor = collector.restart(actor)."
+            )
+
+    def _checked_length(self, num_steps: int) -> int:
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
+        length = num_steps if self._sequence_length is None else self._sequence_length
+        if length < 1 or num_steps % length:
+            raise ValueError(
+                f"sequence_length must divide num_steps = {num_steps}, got {length}. Use a "
+                "divisor, or num_steps that is a multiple of it."
+            )
+        return length
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Buffers:
+    """What the environments gave, in numpy; row T of obs and is_first is what comes next."""
+
+    obs: PyTree  # [T + 1, B, ...]
+    is_first: np.ndarray  # [T + 1, B]
+    reward: np.ndarray  # [T, B]
+    terminated: np.ndarray  # [T, B]
+    truncated: np.ndarray  # [T, B]
+    valid: np.ndarray  # [T, B]
+
+    @classmethod
+    def create(cls, space: Space, num_steps: int, num_envs: int) -> _Buffers:
+        flags = [np.empty((num_steps, num_envs), bool) for _ in range(3)]
+        return cls(
+            _empty(space, (num_steps + 1, num_envs)),
+            np.empty((num_steps + 1, num_envs), bool),
+            np.empty((num_steps, num_envs), np.float32),
+            *flags,
+        )
+
+    def start(self, actor: ActorState) -> None:
+        jax.tree.map(lambda x, y: x.__setitem__(0, y), self.obs, actor.obs)
+        self.is_first[0] = actor.is_first
+
+    def obs_at(self, t: int) -> PyTree:
+        # A row of our own memory, which nobody changes any more while the policy reads it.
+        return jax.tree.map(lambda x: x[t], self.obs)
+
+    def write(self, t: int, step: HostStep) -> None:
+        jax.tree.map(lambda x, y: x.__setitem__(t + 1, y), self.obs, step.obs)
+        self.is_first[t + 1] = step.is_first
+        self.reward[t] = step.reward
+        self.terminated[t] = step.terminated
+        self.truncated[t] = step.truncated
+        self.valid[t] = step.valid
+
+
+def _empty(space: Space, leading: tuple[int, ...]) -> PyTree:
+    if isinstance(space, Dict):
+        return {name: _empty(child, leading) for name, child in space.items}
+    return np.empty((*leading, *space.shape), space.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The environments that one step truncated, n of them."""
+
+    step: int
+    envs: np.ndarray  # [n]
+    obs: PyTree  # [n, ...] final observations
+    carry: PyTree  # [n, ...] with which to value them
+
+    @classmethod
+    def create(cls, step: int, envs: np.ndarray, final_obs: PyTree, carry: PyTree) -> _Cut:
+        def rows(x: Array) -> np.ndarray:
+            return np.asarray(x)[envs]
+
+        return cls(step, envs, jax.tree.map(rows, final_obs), jax.tree.map(rows, carry))
+
+
+def _final_values(
+    value: Any, params: PyTree, cuts: list[_Cut], like: PyTree, num_envs: int
+) -> PyTree:
+    """[T, B] V(final observation) where a step was cut, 0 elsewhere."""
+    values = jax.tree.map(np.zeros_like, like)
+    if not cuts:
+        return values
+    steps = np.concatenate([np.full(len(cut.envs), cut.step) for cut in cuts])
+    envs = np.concatenate([cut.envs for cut in cuts])
+    tree = jax.tree.map(lambda *x: np.concatenate(x), *((cut.carry, cut.obs) for cut in cuts))
+    for start in range(0, len(steps), num_envs):
+        # B rows at a time, the last ones repeated, so that one program serves any number.
+        rows = np.minimum(np.arange(start, start + num_envs), len(steps) - 1)
+        carry, obs = jax.tree.map(lambda x, rows=rows: x[rows], tree)
+        index = steps[rows], envs[rows]
+        found = value(params, carry, obs, np.zeros(num_envs, bool))
+        jax.tree.map(lambda x, v, i=index: x.__setitem__(i, v), values, found)
+    return values
+
+
+@functools.lru_cache(maxsize=128)
+def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
+    """(act, value, finish), jitted once for all collectors with an equal policy."""
+    act_extras = getattr(policy, "act_extras", None)
+
+    @jax.jit
+    def act(params, carry, obs, is_first, key, t):
+        carry, output = policy.apply(params, carry, obs, is_first)
+        distribution = output.distribution
+        if deterministic:
+            action = distribution.mode()
+        else:
+            action = distribution.sample(jax.random.fold_in(key, t))
+        extras = act_extras(params, output, action) if act_extras else output.extras
+        return carry, {
+            "action": action,
+            "log_prob": distribution.log_prob(action),
+            "value": output.value,
+            "extras": extras,
+        }
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def finish(bootstrap, resets_on_next_step, params, actor, buffers, rows, bootstrap_value):
+        last_obs = jax.tree.map(lambda x: x[-1], buffers.obs)
+        last_is_first = buffers.is_first[-1]
+        last_value = policy.value(params, actor.carry, last_obs, last_is_first)
+        value, cut = rows["value"], buffers.truncated & ~buffers.terminated
+        if not bootstrap:
+            bootstrap_value = jax.tree.map(lambda v: jnp.where(cut, v, 0), value)
+        elif resets_on_next_step:
+            bootstrap_value = jax.tree.map(
+                lambda v, last: jnp.where(cut, jnp.concatenate([v[1:], last[None]]), 0),
+                value,
+                last_value,
+            )
+        statistics, episodes = _episodes(actor.statistics, buffers)
+        rollout = Rollout(
+            transition=Transition(
+                obs=jax.tree.map(lambda x: x[:-1], buffers.obs),
+                reward=buffers.reward,
+                terminated=buffers.terminated,
+                truncated=buffers.truncated,
+                is_first=buffers.is_first[:-1],
+                valid=buffers.valid if resets_on_next_step else None,
+                bootstrap_value=bootstrap_value,
+                **rows,
+            ),
+            last_obs=last_obs,
+            last_is_first=last_is_first,
+            last_carry=actor.carry,
+            last_value=last_value,
+            initial_carry=None,
+            final=None,
+            episodes=episodes,
+        )
+        actor = actor.replace(
+            obs=last_obs,
+            is_first=last_is_first,
+            num_rollouts=actor.num_rollouts + 1,
+            statistics=statistics,
+        )
+        return actor, rollout
+
+    return act, jax.jit(policy.value), finish
+
+
+def _episodes(statistics: EpisodeStatistics, buffers: Any) -> tuple[EpisodeStatistics, EpisodeSums]:
+    """The running episodes after the rollout, and the sums of those that ended within."""
+
+    def step(carry: tuple, row: tuple) -> tuple[tuple, None]:
+        running, sums = carry
+        reward, done, valid = row
+        total = running.episode_return + jnp.where(valid, reward, 0)
+        length = running.episode_length + valid
+        sums = EpisodeSums(
+            count=sums.count + jnp.sum(done, dtype=jnp.int32),
+            return_sum=sums.return_sum + jnp.sum(jnp.where(done, total, 0)),
+            length_sum=sums.length_sum + jnp.sum(jnp.where(done, length, 0)),
+        )
+        running = EpisodeStatistics(
+            episode_return=jnp.where(done, 0, total), episode_length=jnp.where(done, 0, length)
+        )
+        return (running, sums), None
+
+    done = (buffers.terminated | buffers.truncated) & buffers.valid
+    zeros = EpisodeSums(jnp.int32(0), jnp.float32(0), jnp.int32(0))
+    rows = (buffers.reward, done, buffers.valid)
+    return jax.lax.scan(step, (statistics, zeros), rows)[0]

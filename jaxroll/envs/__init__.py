@@ -1,0 +1,39 @@
+"""Environments: JAX's own and those of the host, by name or by hand, in one contract."""
+
+from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, autoreset
+from jaxroll.envs.gymnasium import VectorHostEnv, from_gymnasium
+from jaxroll.envs.gymnax import from_gymnax
+from jaxroll.envs.make import Source, list_envs, make_env, register_source
+from jaxroll.envs.wrappers import (
+    ClipAction,
+    ClipReward,
+    FlattenObservation,
+    FrameStack,
+    RescaleAction,
+    ScaleReward,
+    TimeLimit,
+    Wrapper,
+)
+
+__all__ = [
+    "ClipAction",
+    "ClipReward",
+    "Env",
+    "FlattenObservation",
+    "FrameStack",
+    "HostEnv",
+    "HostEnvSpec",
+    "HostStep",
+    "RescaleAction",
+    "ScaleReward",
+    "Source",
+    "TimeLimit",
+    "VectorHostEnv",
+    "Wrapper",
+    "autoreset",
+    "from_gymnasium",
+    "from_gymnax",
+    "list_envs",
+    "make_env",
+    "register_source",
+]

@@ -1,0 +1,247 @@
+"""The two kinds of environment, and how a user's own becomes one.
+
+`Env` is one JAX environment: a frozen value with pure `reset` and `step` that resets itself.
+Collectors `vmap` it. `HostEnv` is B environments that run on the host, outside of JAX, whatever
+their way of resetting; `HostEnvSpec` is the frozen value from which they are made.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll.spaces import Space
+from jaxroll.types import PyTree, TimeStep
+
+
+class Env(Protocol):
+    """One JAX environment: a frozen, hashable value whose methods are pure.
+
+    Two that were made alike are equal, so that an environment can be a static argument without a
+    second compilation. After an end, `TimeStep.obs` already is the first observation of the next
+    episode, and `TimeStep.final_obs` the successor that it replaced. An environment that does not
+    reset itself becomes one through `autoreset`.
+    """
+
+    @property
+    def observation_space(self) -> Space:
+        """What `reset` and `step` show."""
+        ...
+
+    @property
+    def action_space(self) -> Space:
+        """What `step` accepts."""
+        ...
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Start an episode: (state, obs)."""
+        ...
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step and, if it ended the episode, reset: (state, time step)."""
+        ...
+
+
+def autoreset(env: Any) -> Env:
+    """An `Env` from an environment that stops at the end of an episode.
+
+    Args:
+      env: a frozen dataclass with `observation_space`, `action_space`, `reset(key) -> (state,
+        obs)` and `step(key, state, action)`, which returns `(state, obs, reward, terminated)`,
+        or the same with `truncated` as a fifth value, or `(state, TimeStep)`.
+
+    Example, a corridor with a reward at its end:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> from jaxroll import spaces
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Corridor:
+      ...     length: int = 5
+      ...     observation_space = spaces.Box.create(0, 5, (1,))
+      ...     action_space = spaces.Discrete(2)
+      ...
+      ...     def reset(self, key):
+      ...         return jnp.zeros(1), jnp.zeros(1)
+      ...
+      ...     def step(self, key, position, action):
+      ...         position = jnp.maximum(position + 2.0 * action - 1, 0)
+      ...         arrived = position[0] >= self.length
+      ...         return position, position, jnp.where(arrived, 1.0, 0.0), arrived
+      >>> env = autoreset(Corridor())
+      >>> state, obs = env.reset(jax.random.key(0))
+      >>> state, step = env.step(jax.random.key(1), state, jnp.int32(1))
+      >>> step.obs, step.final_obs, bool(step.terminated)
+      (Array([1.], dtype=float32), Array([1.], dtype=float32), False)
+    """
+    return AutoReset(env)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoReset:
+    """What `autoreset` makes: the environment, started again where an episode has ended."""
+
+    env: Any
+
+    @property
+    def observation_space(self) -> Space:
+        """The environment's own."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """The environment's own."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Start an episode: (state, obs)."""
+        return self.env.reset(key)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step, then reset if the episode ended."""
+        step_key, reset_key = jax.random.split(key)
+        state, step = _time_step(self.env.step(step_key, state, action))
+        return reset_where_done(state, step, *self.env.reset(reset_key))
+
+
+def reset_where_done(
+    state: PyTree, step: TimeStep, reset_state: PyTree, reset_obs: PyTree
+) -> tuple[PyTree, TimeStep]:
+    """Go on with the reset state and observation if the episode has ended.
+
+    The reset is computed in any case: under `vmap` some environment ends almost always.
+    """
+    done = jnp.logical_or(step.terminated, step.truncated)
+    state = select(done, reset_state, state, "state")
+    return state, step.replace(obs=select(done, reset_obs, step.obs, "observation"))
+
+
+def select(done: jax.Array, new: PyTree, old: PyTree, name: str) -> PyTree:
+    """`new` if done, otherwise `old`, which must be alike; dtypes are those of `new`."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            f"The {name} must have the same structure after reset and after step, got "
+            f"{jax.tree.structure(new)} and {jax.tree.structure(old)}."
+        )
+
+    def pick(path: Any, x: Any, y: Any) -> jax.Array:
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        if x.shape != y.shape:
+            raise ValueError(
+                f"The {name}{jax.tree_util.keystr(path)} must have the same shape after reset "
+                f"and after step, got {x.shape} and {y.shape}."
+            )
+        return jax.lax.select(done, x, y if x.dtype == y.dtype else y.astype(x.dtype))
+
+    return jax.tree_util.tree_map_with_path(pick, new, old)
+
+
+def _time_step(out: Any) -> tuple[PyTree, TimeStep]:
+    """What a user's `step` returned, in the one form."""
+    if not isinstance(out, tuple) or len(out) not in (2, 4, 5):
+        got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+        raise TypeError(
+            "step must return (state, obs, reward, terminated), the same with truncated, or "
+            f"(state, TimeStep), got {got}."
+        )
+    if len(out) == 2:
+        state, step = out
+        if not isinstance(step, TimeStep):
+            raise TypeError(
+                f"step returned two values, so the second must be a jaxroll.types.TimeStep, got "
+                f"{type(step).__name__}."
+            )
+        obs, reward, terminated, truncated = step.obs, step.reward, step.terminated, step.truncated
+        info = step.info
+    else:
+        state, obs, reward, terminated = out[:4]
+        truncated = out[4] if len(out) == 5 else False
+        info = {}
+    return state, time_step(obs, reward, terminated, truncated, info)
+
+
+def time_step(
+    obs: PyTree, reward: Any, terminated: Any, truncated: Any, info: Any = None
+) -> TimeStep:
+    """A `TimeStep` before any reset: float32 reward, boolean flags, `final_obs` = `obs`."""
+    return TimeStep(
+        obs=obs,
+        reward=jnp.asarray(reward, jnp.float32),
+        terminated=jnp.asarray(terminated, bool),
+        truncated=jnp.asarray(truncated, bool),
+        final_obs=obs,
+        info={} if info is None else info,
+    )
+
+
+class HostStep(NamedTuple):
+    """One step of B host environments, in one form whatever their way of resetting.
+
+    Where the environments reset on the same step, `obs` is the first observation of the next
+    episode and `final_obs` holds the successor. Where they reset on the next step, `final_obs`
+    is None, `obs` is the successor itself, and the next step only resets: it is not `valid`, its
+    reward is 0, and its `obs` is first.
+    """
+
+    obs: PyTree  # [B, ...] what to act on next
+    reward: np.ndarray  # [B] float32
+    terminated: np.ndarray  # [B] bool
+    truncated: np.ndarray  # [B] bool
+    final_obs: PyTree | None  # [B, ...] read only where an episode ended; None: obs is it
+    valid: np.ndarray  # [B] bool: False where the step did nothing but reset
+    is_first: np.ndarray  # [B] bool: obs starts an episode
+
+
+class HostEnv(abc.ABC):
+    """B environments that run on the host, in step with each other.
+
+    Arrays are numpy's, float32 and int32 where the source has float64 and int64. An exception of
+    an environment is raised as it is, after the others have been closed.
+    """
+
+    num_envs: int  # B
+    observation_space: Space  # of one environment
+    action_space: Space  # of one environment
+    resets_on_next_step: bool  # whether some steps are not valid; see HostStep
+
+    @abc.abstractmethod
+    def reset(self, seed: int) -> PyTree:
+        """Start an episode in each environment, everything random drawn from `seed`: obs."""
+
+    @abc.abstractmethod
+    def step(self, actions: PyTree) -> HostStep:
+        """Check the actions, [B, ...], and take one step in each environment."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of the environments; a second call does nothing."""
+
+    def __enter__(self) -> HostEnv:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class HostEnvSpec(abc.ABC):
+    """How to make host environments: a frozen, hashable value that keeps none open.
+
+    `make(num_envs)` opens them, so that an agent can decide how many each of its actors has.
+    """
+
+    @property
+    @abc.abstractmethod
+    def observation_space(self) -> Space:
+        """Of one environment."""
+
+    @property
+    @abc.abstractmethod
+    def action_space(self) -> Space:
+        """Of one environment."""
+
+    @abc.abstractmethod
+    def make(self, num_envs: int) -> HostEnv:
+        """Open `num_envs` environments."""

@@ -1,0 +1,111 @@
+"""envpool's environments: C++ simulators stepped by a pool of threads.
+
+They reset on the next step. Their random numbers are seeded when the pool is made, so `reset`
+with another seed makes the pool anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxroll import spaces
+from jaxroll.envs.actions import OutOfRange
+from jaxroll.envs.base import HostEnvSpec
+from jaxroll.envs.gymnasium import VectorHostEnv
+from jaxroll.envs.make import Source
+from jaxroll.envs.values import Options, UnknownNameError, suggestion
+
+
+class EnvpoolHostEnv(VectorHostEnv):
+    """A `HostEnv` of one pool; made by `EnvpoolSpec.make`."""
+
+    def __init__(self, spec: EnvpoolSpec, num_envs: int):
+        self._spec = spec
+        super().__init__(
+            spec.open(num_envs, seed=0),
+            autoreset_mode="NextStep",
+            out_of_range=spec.out_of_range,
+        )
+
+    def _reset_envs(self, seed: int) -> tuple[Any, Any]:
+        # Always a new pool: a pool that has played does not return to where its seed began.
+        self._envs.close()
+        self._envs = self._spec.open(self.num_envs, seed)
+        return self._envs.reset()
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvpoolSpec(HostEnvSpec):
+    """How to make a pool of envpool environments; see `make` for the fields."""
+
+    name: str
+    options: Options = Options()
+    out_of_range: OutOfRange = "clip"
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """Of one environment."""
+        return _spaces(self)[0]
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """Of one environment."""
+        return _spaces(self)[1]
+
+    def make(self, num_envs: int) -> EnvpoolHostEnv:
+        """Open a pool of `num_envs` environments, stepped together."""
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        return EnvpoolHostEnv(self, num_envs)
+
+    def open(self, num_envs: int, seed: int) -> Any:
+        """envpool's own object."""
+        import envpool
+
+        return envpool.make(
+            self.name,
+            env_type="gymnasium",
+            num_envs=num_envs,
+            seed=seed,
+            **self.options.as_dict(),
+        )
+
+
+def make(
+    name: str,
+    *,
+    out_of_range: OutOfRange = "clip",
+    **options: Any,
+) -> EnvpoolSpec:
+    """An envpool environment by name; one is opened at once, to read its spaces, and closed.
+
+    Args:
+      name: as in `envpool.make`.
+      out_of_range: "clip" or "error", for `Box` actions past their bounds.
+      **options: arguments of the environment.
+    """
+    if name not in names():
+        raise UnknownNameError(
+            f"{name!r} is not an environment of envpool.{suggestion(name, names())}"
+        )
+    spec = EnvpoolSpec(name, Options.create(options), out_of_range)
+    _spaces(spec)
+    return spec
+
+
+def names() -> list[str]:
+    """All names of envpool."""
+    import envpool
+
+    return sorted(envpool.list_all_envs())
+
+
+SOURCE = Source("envpool", package="envpool", extra="envpool", make=make, names=names)
+
+
+@functools.lru_cache(maxsize=256)
+def _spaces(spec: EnvpoolSpec) -> tuple[spaces.Space, spaces.Space]:
+    with spec.make(1) as envs:
+        return envs.observation_space, envs.action_space

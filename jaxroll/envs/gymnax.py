@@ -1,0 +1,277 @@
+"""gymnax environments, and others written in its style.
+
+From gymnax 1.0 on, `step` tells terminated from truncated and hands over the final observation.
+Environments of the older style have one `done`: it counts as terminated, except where the
+state's clock has reached the limit that the parameters name.
+
+gymnax itself puts an array on a device when it is imported. It is therefore imported when an
+environment is first used, or first given options, and not when one of its own is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll import spaces
+from jaxroll.envs.base import reset_where_done, time_step
+from jaxroll.envs.make import Source
+from jaxroll.envs.values import Options, UnknownNameError, suggestion
+from jaxroll.types import PyTree, TimeStep
+
+# The names of gymnax 1.0. A name that is not here is looked up in gymnax's own registry.
+NAMES = (
+    "Acrobot-v1",
+    "Asterix-MinAtar",
+    "BernoulliBandit-misc",
+    "Breakout-MinAtar",
+    "CartPole-v1",
+    "Catch-bsuite",
+    "DeepSea-bsuite",
+    "DiscountingChain-bsuite",
+    "FourRooms-misc",
+    "Freeway-MinAtar",
+    "FrozenLake-misc",
+    "GaussianBandit-misc",
+    "MNISTBandit-bsuite",
+    "MemoryChain-bsuite",
+    "MetaMaze-misc",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+    "Pendulum-v1",
+    "PointRobot-misc",
+    "Pong-misc",
+    "Reacher-misc",
+    "Seaquest-MinAtar",
+    "SimpleBandit-bsuite",
+    "SpaceInvaders-MinAtar",
+    "Swimmer-misc",
+    "UmbrellaChain-bsuite",
+)
+# (field of the state, field of the parameters) by which an old environment limits its time.
+_CLOCKS = (
+    ("time", "max_steps_in_episode"),
+    ("timestep", "max_timesteps"),
+    ("step_count", "max_steps"),
+    ("t", "max_steps_in_episode"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GymnaxEnv:
+    """An `Env` from gymnax; equal to another with the same name and options.
+
+    Made by `make_env("CartPole-v1")`, or by `from_gymnax` from an environment at hand.
+    """
+
+    name: str
+    options: Options = Options()  # given to the constructor
+    params: Options = Options()  # fields of EnvParams that differ from the default
+    instance: Any = dataclasses.field(default=None, repr=False)  # the one at hand, if any
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """gymnax's, with the dtype that the observations really have."""
+        return _spaces(self)[0]
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """gymnax's."""
+        return _spaces(self)[1]
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Start an episode: (state, obs)."""
+        env, params = _build(self)
+        with jax.numpy_rank_promotion("allow"):  # a user's strict setting is not for gymnax
+            obs, state = getattr(env, "reset_env", env.reset)(key, params)
+        return state, obs
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step and reset at an end, as gymnax's own `step` does, with the same keys."""
+        env, params = _build(self)
+        with jax.numpy_rank_promotion("allow"):
+            if _has_own_step(env):
+                return _own_step(env.step(key, state, action, params))
+            return _step_and_reset(env, params, key, state, action)
+
+
+def from_gymnax(env: Any, params: Any = None) -> GymnaxEnv:
+    """An `Env` from a gymnax environment at hand, or from one in its (old or new) style.
+
+    Args:
+      env: has `reset(key, params) -> (obs, state)`, `step(key, state, action, params)` with
+        five values (one done) or six (terminated, truncated), and spaces. Where there are
+        `reset_env` and `step_env`, as in gymnax, these are used, so that the final observation
+        is known.
+      params: its parameters; None: `env.default_params`.
+
+    Example:
+      >>> import gymnax
+      >>> env, params = gymnax.make("Pendulum-v1")
+      >>> from_gymnax(env, params.replace(max_steps_in_episode=50)).action_space.shape
+      (1,)
+    """
+    name = getattr(env, "name", None) or type(env).__name__
+    fields = {} if params is None else {"params": _Leaves.create(params)}
+    return GymnaxEnv(name, params=Options.create(fields), instance=env)
+
+
+def make(name: str, **options: Any) -> GymnaxEnv:
+    """A gymnax environment by name.
+
+    Args:
+      name: as in `gymnax.make`.
+      **options: arguments of its constructor or fields of its `EnvParams`.
+    """
+    if not options and name in NAMES:
+        return GymnaxEnv(name)
+    from gymnax import registration
+
+    if name not in registration.registered_envs:
+        raise UnknownNameError(
+            f"{name!r} is not an environment of gymnax.{suggestion(name, names())}"
+        )
+    factory = registration._registry[name]
+    accepted = _constructor_options(factory)
+    env = GymnaxEnv(name, Options.create({k: v for k, v in options.items() if k in accepted}))
+    fields = {f.name for f in dataclasses.fields(_build(env)[1])}
+    for option in options.keys() - accepted - fields:
+        raise ValueError(
+            f"{name} has no option {option!r}.{suggestion(option, accepted | fields)} "
+            f"It has {', '.join(sorted(accepted | fields))}."
+        )
+    params = {k: v for k, v in options.items() if k in fields and k not in accepted}
+    return dataclasses.replace(env, params=Options.create(params))
+
+
+def names() -> list[str]:
+    """All registered names."""
+    from gymnax import registration
+
+    return sorted(registration.registered_envs)
+
+
+SOURCE = Source("gymnax", package="gymnax", extra=None, make=make, names=names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaves:
+    """A pytree that compares by value."""
+
+    structure: Any
+    leaves: Options
+
+    @classmethod
+    def create(cls, tree: PyTree) -> _Leaves:
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(structure, Options.create({f"{i:06}": x for i, x in enumerate(leaves)}))
+
+    def tree(self) -> PyTree:
+        return jax.tree.unflatten(self.structure, list(self.leaves.as_dict().values()))
+
+
+@functools.lru_cache(maxsize=256)
+def _build(env: GymnaxEnv) -> tuple[Any, Any]:
+    """The gymnax environment and its parameters, made once for all equal values."""
+    # Within a trace the constructor's arrays would be tracers, and leak into the next trace.
+    with jax.ensure_compile_time_eval():
+        if env.instance is not None:
+            params = env.params.as_dict().get("params")
+            return env.instance, env.instance.default_params if params is None else params.tree()
+        import gymnax
+
+        built, params = gymnax.make(env.name, **env.options.as_dict())
+        return built, params.replace(**env.params.as_dict())
+
+
+@functools.lru_cache(maxsize=256)
+def _spaces(env: GymnaxEnv) -> tuple[spaces.Space, spaces.Space]:
+    built, params = _build(env)
+    with jax.ensure_compile_time_eval():
+        observation, action = built.observation_space(params), built.action_space(params)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    _, obs = jax.eval_shape(env.reset, key)
+    return _translate(observation, obs), _translate(action)
+
+
+def _translate(space: Any, example: Any = None) -> spaces.Space:
+    """A space of gymnax as ours; `example` corrects what a space says of shape and dtype."""
+    kind = type(space).__name__  # by name: other packages bring their own copy of the classes
+    if kind == "Discrete":
+        return spaces.Discrete(int(space.n))
+    if kind == "Box":
+        shape, dtype = (
+            (space.shape, space.dtype) if example is None else (example.shape, example.dtype)
+        )
+        return spaces.Box.create(np.asarray(space.low), np.asarray(space.high), shape, dtype)
+    if kind == "Dict":
+        children = {
+            name: _translate(child, None if example is None else example[name])
+            for name, child in space.spaces.items()
+        }
+        return spaces.Dict.create(children)
+    raise TypeError(
+        f"The space {space} of gymnax has no translation. Give the environment an "
+        "observation of arrays or a dict of arrays, and an action of one array."
+    )
+
+
+def _constructor_options(factory: Any) -> set[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(factory).parameters.values()
+    return {p.name for p in parameters if p.kind in kinds}
+
+
+def _has_own_step(env: Any) -> bool:
+    """Whether `step` is more than step, then reset at an end."""
+    from gymnax.environments.environment import Environment
+
+    if isinstance(env, Environment):
+        return type(env).step is not Environment.step
+    return not (hasattr(env, "step_env") and hasattr(env, "reset_env"))
+
+
+def _step_and_reset(
+    env: Any, params: Any, key: jax.Array, state: PyTree, action: PyTree
+) -> tuple[PyTree, TimeStep]:
+    """gymnax's own `step` without its jit, for both styles."""
+    step_key, reset_key = jax.random.split(key)
+    obs, state, reward, done, info = env.step_env(step_key, state, action, params)
+    if hasattr(env, "is_truncated"):
+        terminated, truncated = done, env.is_truncated(state, params)
+    else:
+        truncated = jnp.asarray(done, bool) & _time_is_up(state, params)
+        terminated = jnp.asarray(done, bool) & ~truncated
+    step = time_step(obs, reward, terminated, truncated, info)
+    reset_obs, reset_state = env.reset_env(reset_key, params)
+    return reset_where_done(state, step, reset_state, reset_obs)
+
+
+def _own_step(out: tuple) -> tuple[PyTree, TimeStep]:
+    """What an auto-resetting `step` with six or five values returned, in our form."""
+    if len(out) == 6:
+        obs, state, reward, terminated, truncated, info = out
+        info = dict(info)
+        step = time_step(obs, reward, terminated, truncated, info)
+        return state, step.replace(final_obs=info.pop("final_observation"), info=info)
+    if len(out) != 5:
+        raise TypeError(
+            "step must return (obs, state, reward, done, info) or (obs, state, reward, "
+            f"terminated, truncated, info), got {len(out)} values."
+        )
+    # The final observation is gone, so an end by the clock cannot bootstrap: all are terminal.
+    obs, state, reward, done, info = out
+    return state, time_step(obs, reward, done, False, info)
+
+
+def _time_is_up(state: Any, params: Any) -> jax.Array:
+    for clock, limit in _CLOCKS:
+        if hasattr(state, clock) and hasattr(params, limit):
+            return jnp.asarray(getattr(state, clock) >= getattr(params, limit), bool)
+    return jnp.asarray(False)

@@ -1,0 +1,127 @@
+"""Environments by name: `make_env("CartPole-v1")`, `make_env("gymnasium:CartPole-v1")`.
+
+A source is one file with a `Source`; `register_source` adds it, here or in a user's own package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from jaxroll.envs.values import UnknownNameError, suggestion
+
+DEFAULT_SOURCE = "gymnax"
+# The sources that jaxroll brings, by prefix; their files are imported when they are asked for.
+_BUILT_IN = ("gymnax", "gymnasium", "envpool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where environments come from.
+
+    Example, a source of one environment:
+      >>> source = Source("mine", package="jax", extra=None,
+      ...                 make=lambda name, **options: ("environment", name, options),
+      ...                 names=lambda: ["Corridor"])
+      >>> register_source(source)
+      >>> make_env("mine:Corridor", length=3)
+      ('environment', 'Corridor', {'length': 3})
+    """
+
+    prefix: str
+    package: str  # what must be importable
+    extra: str | None  # of jaxroll, that installs it
+    make: Callable[..., Any]  # (name, **options) -> Env or HostEnvSpec
+    names: Callable[[], list[str]]
+
+
+_registered: dict[str, Source] = {}
+
+
+def register_source(source: Source) -> None:
+    """Let `make_env` know the environments of a source, under its prefix."""
+    _registered[source.prefix] = source
+
+
+def make_env(name: str, **options: Any) -> Any:
+    """An environment by name: an `Env`, or a `HostEnvSpec` if it runs on the host.
+
+    Args:
+      name: "CartPole-v1" from gymnax, or with the prefix of another source:
+        "gymnasium:CartPole-v1", "gymnasium:ALE/Breakout-v5", "envpool:Pong-v5".
+      **options: of the environment, checked by its source. gymnax takes arguments of the
+        environment's constructor and fields of its `EnvParams`.
+
+    Example:
+      >>> make_env("MemoryChain-bsuite", memory_length=10).action_space
+      Discrete(n=2, dtype=dtype('int32'))
+      >>> make_env("CartPol-v1")
+      Traceback (most recent call last):
+        ...
+      ValueError: 'CartPol-v1' is not an environment of gymnax. Did you mean 'CartPole-v1'?
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'make_env takes a name such as "CartPole-v1", got {type(name).__name__}.')
+    prefix, colon, rest = name.partition(":")
+    if not colon:
+        prefix, rest = DEFAULT_SOURCE, name
+    source = _source(prefix)
+    if importlib.util.find_spec(source.package) is None:
+        raise ImportError(
+            f"{name!r} needs the package {source.package}, which is not installed."
+            + (f' Install it: pip install "jaxroll[{source.extra}]".' if source.extra else "")
+        )
+    try:
+        return source.make(rest, **options)
+    except UnknownNameError as error:
+        others = [] if colon else _elsewhere(rest)
+        hint = f" Another source has it: make_env({others[0]!r})." if others else ""
+        raise ValueError(f"{error}{hint}") from None
+
+
+def list_envs(source: str | None = None) -> list[str]:
+    """Every name that `make_env` takes, from the sources that are installed.
+
+    Args:
+      source: the prefix of one source; None: all. Names of gymnax have no prefix.
+
+    Example:
+      >>> "CartPole-v1" in list_envs("gymnax")
+      True
+    """
+    prefixes = _prefixes() if source is None else [_source(source).prefix]
+    found = []
+    for prefix in prefixes:
+        entry = _source(prefix)
+        if importlib.util.find_spec(entry.package) is not None:
+            tag = "" if prefix == DEFAULT_SOURCE else f"{prefix}:"
+            found += [f"{tag}{name}" for name in entry.names()]
+    return found
+
+
+def _prefixes() -> list[str]:
+    return [*_BUILT_IN, *(p for p in _registered if p not in _BUILT_IN)]
+
+
+def _source(prefix: str) -> Source:
+    if prefix in _registered:
+        return _registered[prefix]
+    if prefix in _BUILT_IN:
+        return importlib.import_module(f"jaxroll.envs.{prefix}").SOURCE
+    raise ValueError(
+        f"{prefix!r} is not a source of environments.{suggestion(prefix, _prefixes())} "
+        f"There are {', '.join(_prefixes())}; add one with jaxroll.envs.register_source."
+    )
+
+
+def _elsewhere(name: str) -> list[str]:
+    """The same name in other installed sources, with their prefix."""
+    found = []
+    for prefix in _prefixes():
+        entry = _source(prefix)
+        if prefix != DEFAULT_SOURCE and importlib.util.find_spec(entry.package) is not None:
+            found += [f"{prefix}:{name}"] if name in entry.names() else []
+    return found

@@ -1,0 +1,300 @@
+"""Wrappers around an `Env`, each an `Env` again: pure, frozen, equal if made alike.
+
+What a wrapper remembers lives in the state. Since the environment resets itself inside, a wrapper
+sees the first observation of the next episode as `step.obs` and the successor as
+`step.final_obs`, and treats each as what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll import spaces
+from jaxroll.envs.base import HostEnvSpec, select
+from jaxroll.types import Node, PyTree, TimeStep
+
+MASK = "action_mask"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """An environment that passes everything on: the base to write wrappers from.
+
+    Example, a wrapper that makes every step cost a little:
+      >>> from jaxroll.envs import make_env
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class StepCost(Wrapper):
+      ...     cost: float = 0.01
+      ...
+      ...     def step(self, key, state, action):
+      ...         state, step = self.env.step(key, state, action)
+      ...         return state, step.replace(reward=step.reward - self.cost)
+      >>> StepCost(make_env("CartPole-v1")).action_space
+      Discrete(n=2, dtype=dtype('int32'))
+    """
+
+    env: Any
+
+    def __post_init__(self):
+        if isinstance(self.env, HostEnvSpec):
+            raise TypeError(
+                f"{type(self).__name__} wraps JAX environments, got {type(self.env).__name__}. "
+                "Wrap host environments with their own wrappers, and give the result: "
+                "jaxroll.envs.from_gymnasium(lambda num_envs: wrapped vector environment)."
+            )
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """The environment's own."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """The environment's own."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Start an episode: (state, obs)."""
+        return self.env.reset(key)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step: (state, time step)."""
+        return self.env.step(key, state, action)
+
+
+class WrapperState(Node):
+    """The environment's state and what a wrapper adds to it."""
+
+    env: PyTree
+    memory: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeLimit(Wrapper):
+    """Truncate an episode after `max_steps` steps, and start the next.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = TimeLimit(make_env("Pendulum-v1"), max_steps=1)
+      >>> state, obs = env.reset(jax.random.key(0))
+      >>> _, step = env.step(jax.random.key(1), state, jnp.zeros(1))
+      >>> bool(step.truncated)
+      True
+    """
+
+    max_steps: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}.")
+
+    def reset(self, key: jax.Array) -> tuple[WrapperState, PyTree]:
+        """Start an episode with the clock at 0."""
+        state, obs = self.env.reset(key)
+        return WrapperState(state, jnp.int32(0)), obs
+
+    def step(self, key: jax.Array, state: WrapperState, action: PyTree):
+        """Take one step; at the limit, reset."""
+        step_key, reset_key = jax.random.split(key)
+        env_state, step = self.env.step(step_key, state.env, action)
+        elapsed = state.memory + 1
+        over = elapsed >= self.max_steps
+        inner_done = step.terminated | step.truncated
+        reset_state, reset_obs = self.env.reset(reset_key)
+        # Where the environment has reset itself already, its own new episode goes on.
+        cut = over & ~inner_done
+        env_state = select(cut, reset_state, env_state, "state")
+        obs = select(cut, reset_obs, step.obs, "observation")
+        elapsed = jnp.where(over | inner_done, 0, elapsed)
+        step = step.replace(obs=obs, truncated=step.truncated | over)
+        return WrapperState(env_state, elapsed), step
+
+
+@dataclasses.dataclass(frozen=True)
+class FlattenObservation(Wrapper):
+    """Observations as one float32 vector: a dict's parts in the order of its keys.
+
+    Discrete observations become one-hot. A dict's "action_mask" is no observation: it stays, beside
+    the vector, which is then called "observation".
+    """
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """A vector; unbounded, unless the observation is a single bounded array."""
+        space = self.env.observation_space
+        if isinstance(space, spaces.Box):
+            low, high = (bound.ravel() for bound in space.bounds())
+            return spaces.Box.create(low, high, low.shape)
+        vector = spaces.Box.create(-np.inf, np.inf, (_flat_size(space),))
+        if isinstance(space, spaces.Dict) and MASK in space.spaces:
+            return spaces.Dict.create({MASK: space.spaces[MASK], "observation": vector})
+        return vector
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Start an episode."""
+        state, obs = self.env.reset(key)
+        return state, self._flat(obs)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step."""
+        state, step = self.env.step(key, state, action)
+        obs, final_obs = self._flat(step.obs), self._flat(step.final_obs)
+        return state, step.replace(obs=obs, final_obs=final_obs)
+
+    def _flat(self, obs: PyTree) -> PyTree:
+        vector = _flatten(self.env.observation_space, obs)
+        if isinstance(obs, dict) and MASK in obs:
+            return {MASK: obs[MASK], "observation": vector}
+        return vector
+
+
+def _flat_size(space: spaces.Space) -> int:
+    if isinstance(space, spaces.Dict):
+        return sum(_flat_size(child) for name, child in space.items if name != MASK)
+    if isinstance(space, spaces.Discrete):
+        return space.n
+    return math.prod(space.shape)
+
+
+def _flatten(space: spaces.Space, obs: PyTree) -> jax.Array:
+    if isinstance(space, spaces.Dict):
+        parts = [_flatten(child, obs[name]) for name, child in space.items if name != MASK]
+        return jnp.concatenate(parts)
+    if isinstance(space, spaces.Discrete):
+        return jax.nn.one_hot(obs, space.n, dtype=jnp.float32)
+    return jnp.ravel(obs).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameStack(Wrapper):
+    """The last `num_frames` observations, along the last axis, the newest last.
+
+    An episode starts with its first observation in every place. Images [H, W, C] become
+    [H, W, C · num_frames]; vectors [D] become [D · num_frames].
+    """
+
+    num_frames: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_frames < 1:
+            raise ValueError(f"num_frames must be at least 1, got {self.num_frames}.")
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """The environment's, with the last axis `num_frames` times as long."""
+        space = self.env.observation_space
+        if not isinstance(space, spaces.Box) or not space.shape:
+            raise TypeError(
+                f"FrameStack needs observations in a Box with at least one axis, got {space}. "
+                "Use FlattenObservation first."
+            )
+        low, high = (np.concatenate([b] * self.num_frames, -1) for b in space.bounds())
+        return spaces.Box.create(low, high, low.shape, space.dtype)
+
+    def reset(self, key: jax.Array) -> tuple[WrapperState, jax.Array]:
+        """Start an episode."""
+        state, obs = self.env.reset(key)
+        frames = self._first(obs)
+        return WrapperState(state, frames), frames
+
+    def step(self, key: jax.Array, state: WrapperState, action: PyTree):
+        """Take one step; the oldest frame goes."""
+        env_state, step = self.env.step(key, state.env, action)
+        size = step.obs.shape[-1]
+        final = jnp.concatenate([state.memory[..., size:], step.final_obs], -1)
+        frames = jnp.where(step.terminated | step.truncated, self._first(step.obs), final)
+        return WrapperState(env_state, frames), step.replace(obs=frames, final_obs=final)
+
+    def _first(self, obs: jax.Array) -> jax.Array:
+        return jnp.concatenate([obs] * self.num_frames, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipAction(Wrapper):
+    """Any action is accepted; the environment receives the nearest within its bounds.
+
+    The policy's own action is what is stored, so that its log-probability stays right.
+    """
+
+    @property
+    def action_space(self) -> spaces.Box:
+        """The environment's shape, unbounded."""
+        space = _bounded(self)
+        return spaces.Box.create(-np.inf, np.inf, space.shape, space.dtype)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step with the clipped action."""
+        low, high = _bounded(self).bounds()
+        return self.env.step(key, state, jnp.clip(action, low, high).astype(action.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class RescaleAction(Wrapper):
+    """Actions between `low` and `high` (−1 and 1), stretched to the environment's bounds.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> RescaleAction(make_env("Pendulum-v1")).action_space.high
+      1.0
+    """
+
+    low: float = -1.0
+    high: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.low < self.high:
+            raise ValueError(f"low must be less than high, got {self.low} and {self.high}.")
+
+    @property
+    def action_space(self) -> spaces.Box:
+        """The environment's shape, between `low` and `high`."""
+        space = _bounded(self)
+        return spaces.Box.create(self.low, self.high, space.shape, space.dtype)
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step with the stretched action."""
+        low, high = _bounded(self).bounds()
+        scale = ((high - low) / (self.high - self.low)).astype(action.dtype)
+        stretched = (action - self.low) * scale + low.astype(action.dtype)
+        return self.env.step(key, state, jnp.clip(stretched, low, high).astype(action.dtype))
+
+
+def _bounded(wrapper: Wrapper) -> spaces.Box:
+    space = wrapper.env.action_space
+    if not isinstance(space, spaces.Box) or not space.is_bounded:
+        raise TypeError(f"{type(wrapper).__name__} needs a bounded Box of actions, got {space}.")
+    return space
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleReward(Wrapper):
+    """Rewards times `scale`."""
+
+    scale: float
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step."""
+        state, step = self.env.step(key, state, action)
+        return state, step.replace(reward=step.reward * self.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipReward(Wrapper):
+    """Rewards between `low` and `high`."""
+
+    low: float = -1.0
+    high: float = 1.0
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step."""
+        state, step = self.env.step(key, state, action)
+        return state, step.replace(reward=jnp.clip(step.reward, self.low, self.high))
