@@ -120,8 +120,8 @@ def evaluate(
         env_keys = jax.random.split(env_key, num_envs)
         env_state, step = jax.vmap(env.step)(env_keys, state.env, action)
         done = step.terminated.astype(bool) | step.truncated.astype(bool)
-        # Past its quota an environment writes to a row that does not exist.
-        at = (jnp.where(state.episode < quota, state.episode, rounds), envs)
+        # Past its quota an environment writes to a row that is cut off below or does not exist.
+        at = (state.episode, envs)
         reward = step.reward.astype(jnp.float32)
         return _Play(
             t=state.t + 1,
