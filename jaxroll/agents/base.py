@@ -243,9 +243,11 @@ class DistributedAgent(Node):
         """Store a rollout of every actor without learning from it: what fills a ring at first."""
         return state
 
-    def state_specs(self, axis_name: str) -> TrainState:
+    def state_specs(self, axis_name: str) -> Any:
         """Where a state lives on a mesh: `shared` on every device, actors spread."""
-        return TrainState(shared=PartitionSpec(), actors=PartitionSpec(axis_name))
+        shared: Any = PartitionSpec()
+        actors: Any = PartitionSpec(axis_name)
+        return TrainState(shared=shared, actors=actors)
 
     def actor_keys(self, actors_key: jax.Array) -> jax.Array:
         """[A] keys, one for each actor."""
@@ -254,7 +256,10 @@ class DistributedAgent(Node):
     def init_shared(self, key: jax.Array) -> Shared:
         """Params, optimiser and counters."""
         obs = jax.tree.map(jnp.asarray, spaces.zeros(self.env.observation_space, (1,)))
-        params, moments, scaler = self.policy.init(key, obs), None, None
+        # Under vmap one member after the other: batched QR decompositions (orthogonal kernels) that
+        # run side by side can wait for each other forever on a CPU with few threads.
+        init = jax.custom_batching.sequential_vmap(self.policy.init)
+        params, moments, scaler = init(key, obs), None, None
         if self.normalize_observations:
             params, moments = params.policy, params.moments
         if self.normalize_rewards:
@@ -345,8 +350,9 @@ class DistributedAgent(Node):
         return self.bind(shared.params, shared)
 
     def current_learning_rate(self, shared: Shared) -> Array:
-        """Linear to 0 over `decay_steps` environment steps."""
+        """Linear to 0 over `decay_steps` environment steps, those that `init` takes included."""
         done = shared.iteration.astype(jnp.float32) * self.steps_per_iteration
+        done = done + self.prefilled_steps
         return self.learning_rate * jnp.clip(1.0 - done / self.decay_steps, 0.0, 1.0)
 
     def observe(
@@ -370,13 +376,13 @@ class DistributedAgent(Node):
         if shared.reward_scaler is not None:
             scaler = shared.reward_scaler
 
-            def moments(before: Array, step: Any) -> tuple[Array, RunningMoments]:
+            def sums_of(before: Array, step: Any) -> tuple[Array, RunningMoments]:
                 sums, after = discounted_sums(
                     step.reward, step.terminated, step.truncated, before, self.discount
                 )
                 return after, scaler.moments.batch_moments(sums, _valid_weights(step))
 
-            sums, stacked = map_actors(moments, actors.reward_sums, transition, reduction=reduction)
+            sums, stacked = map_actors(sums_of, actors.reward_sums, transition, reduction=reduction)
             scaled = transition.replace(reward=scaler.scale(transition.reward))
             rollouts = rollouts.replace(transition=scaled)
             stacked = gather_actors(stacked, axis_name=axis_name)
@@ -490,4 +496,5 @@ def clipped(optimizer: optax.GradientTransformation, max_norm: Array) -> Any:
         factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
-    return optax.chain(optax.GradientTransformation(lambda _: optax.EmptyState(), clip), optimizer)
+    first = optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
+    return optax.chain(first, optimizer)

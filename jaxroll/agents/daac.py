@@ -134,7 +134,7 @@ class DAAC(OnPolicyAgent):
 
     def learn(
         self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
-    ) -> tuple[PyTree, PyTree, dict[str, Any], int]:
+    ) -> tuple[PyTree, PyTree, dict[str, Any], Any]:
         """The policy's epochs, then the value's."""
         params, opt_state = shared.params, shared.opt_state
 
@@ -173,6 +173,7 @@ class DAAC(OnPolicyAgent):
             self.value_optimizer(shared),
             "critic",
         )
+        due = 1
         if self.value_freq > 1:
             due = (shared.iteration + 1) % self.value_freq == 0
             critic, critic_state = jax.tree.map(
@@ -192,7 +193,7 @@ class DAAC(OnPolicyAgent):
                 )
             ),
         }
-        num_updates = (self.num_epochs + self.value_epochs) * self.num_mini_batch
+        num_updates = (self.num_epochs + due * self.value_epochs) * self.num_mini_batch
         return (
             {"actor": actor, "critic": critic},
             {"actor": actor_state, "critic": critic_state},

@@ -228,7 +228,7 @@ class OnPolicyAgent(DistributedAgent):
 
     def learn(
         self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
-    ) -> tuple[PyTree, PyTree, dict[str, Any], int]:
+    ) -> tuple[PyTree, PyTree, dict[str, Any], Any]:
         """(params, opt_state, metrics, optimiser steps) after all epochs."""
         plans = map_actors(
             lambda actor, storage: storage.plan(

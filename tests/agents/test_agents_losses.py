@@ -1,0 +1,305 @@
+"""One update of each agent equals an independent computation on the same rollout."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxroll.estimators import normalize
+from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-6}
+
+
+def rollout_of(agent, seed=0):
+    """(state after the actors ran, one actor's rollout without the actor axis)."""
+    return run_actors(agent, init(agent, jax.random.key(seed)))
+
+
+def numpy_gae(agent, rollout):
+    """Advantages and returns by a loop in float64."""
+    step = jax.tree.map(lambda x: np.asarray(x[0], np.float64), rollout.transition)
+    last = np.asarray(rollout.last_value[0], np.float64)
+    gamma, lam = float(agent.discount), float(agent.gae_lambda)
+    terminated, truncated = step.terminated > 0, step.truncated > 0
+    advantages = np.zeros_like(step.reward)
+    following = np.zeros_like(last)
+    for t in reversed(range(len(step.reward))):
+        after = last if t == len(step.reward) - 1 else step.value[t + 1]
+        after = np.where(truncated[t], step.bootstrap_value[t], after)
+        after = np.where(terminated[t], 0, after)
+        following = np.where(terminated[t] | truncated[t], 0, following)
+        following = step.reward[t] + gamma * after - step.value[t] + gamma * lam * following
+        advantages[t] = following
+    return advantages, advantages + step.value
+
+
+def policy_rows(agent, params, rollout):
+    """(log-probabilities, entropies, values), [N], by the plainest route: log-softmax by hand."""
+    step = jax.tree.map(lambda x: x[0].reshape(-1, *x.shape[3:]), rollout.transition)
+    _, output = agent.policy.apply(params, (), step.obs, step.is_first)
+    logits = jax.nn.log_softmax(output.distribution.logits)
+    log_prob = jnp.take_along_axis(logits, step.action[:, None], 1)[:, 0]
+    return log_prob, -jnp.sum(jnp.exp(logits) * logits, 1), output, step
+
+
+def flat(x):
+    return jnp.asarray(np.asarray(x, np.float32).reshape(-1))
+
+
+def normalized(x):
+    return (x - x.mean()) / (x.std() + 1e-8)
+
+
+def adam(agent, learning_rate):
+    return optax.chain(
+        optax.clip_by_global_norm(float(agent.max_grad_norm)),
+        optax.adam(learning_rate, eps=float(agent.adam_epsilon)),
+    )
+
+
+def stepped(agent, loss, params, learning_rate):
+    """Params after one Adam step on the gradient of `loss`, and the gradient's norm."""
+    grads = jax.jit(jax.grad(loss))(params)
+    optimizer = adam(agent, learning_rate)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    return optax.apply_updates(params, updates), optax.global_norm(grads)
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **CLOSE), a, b)
+
+
+@pytest.mark.parametrize("mode", ["minibatch", "rollout", None])
+def test_ppo_update_equals_one_written_by_hand(mode):
+    agent = small(
+        "ppo", DRIFT, num_mini_batch=1, num_epochs=1, normalize_advantage=mode, max_grad_norm=0.1
+    )
+    state, rollouts = rollout_of(agent)
+    assert rollouts.transition.truncated.any()
+    assert rollouts.transition.terminated.any()
+    after, metrics = update(agent, state, rollouts)
+    advantages, returns = numpy_gae(agent, rollouts)
+    if mode:
+        advantages = normalized(advantages)
+
+    def loss(params):
+        log_prob, entropy, output, step = policy_rows(agent, params, rollouts)
+        ratio, a = jnp.exp(log_prob - step.log_prob), flat(advantages)
+        policy = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+        value = 0.5 * jnp.square(output.value - flat(returns))
+        return jnp.mean(policy + 0.5 * value - 0.01 * entropy)
+
+    params, norm = stepped(agent, loss, state.shared.params, float(agent.learning_rate))
+    close(after.shared.params, params)
+    np.testing.assert_allclose(metrics["grad_norm"].result(), norm, rtol=1e-4)
+    assert norm > 0.1  # so the clip was at work
+    np.testing.assert_allclose(metrics["loss"].result(), loss(state.shared.params), **CLOSE)
+
+
+def test_ppo_clips_ratio_and_value_of_params_that_moved():
+    agent = small("ppo", DRIFT, num_mini_batch=1, clip_value=True)
+    state, rollouts = rollout_of(agent)
+    storage = agent.fill(jax.tree.map(lambda x: x[0], rollouts))
+    batch = storage.minibatch(
+        jax.tree.map(lambda x: x[0], storage.plan(None, num_mini_batch=1, shuffle=False))
+    )
+    moved = jax.tree.map(
+        lambda x: x + 0.5 * jax.random.normal(jax.random.key(7), x.shape), state.shared.params
+    )
+    advantages, returns = numpy_gae(agent, rollouts)
+
+    def loss(params):
+        log_prob, entropy, output, step = policy_rows(agent, params, rollouts)
+        ratio, a, r = jnp.exp(log_prob - step.log_prob), flat(normalized(advantages)), flat(returns)
+        policy = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+        kept = step.value + jnp.clip(output.value - step.value, -0.2, 0.2)
+        value = 0.5 * jnp.maximum(jnp.square(output.value - r), jnp.square(kept - r))
+        return jnp.sum(policy + 0.5 * value - 0.01 * entropy)
+
+    value, grads = jax.value_and_grad(lambda p: agent.loss(p, batch)[0])(moved)
+    expected, expected_grads = jax.value_and_grad(loss)(moved)
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), grads, expected_grads
+    )
+    _, weight, metrics = agent.loss(moved, batch)
+    assert weight == 32
+    assert 0 < metrics["clip_fraction"].result() < 1
+
+
+def test_a2c_update_equals_one_written_by_hand():
+    agent = small("a2c", DRIFT, num_steps=8)
+    state, rollouts = rollout_of(agent)
+    after, metrics = update(agent, state, rollouts)
+    advantages, returns = numpy_gae(agent, rollouts)
+    if agent.normalize_advantage:
+        advantages = normalized(advantages)
+
+    def loss(params):
+        log_prob, entropy, output, _ = policy_rows(agent, params, rollouts)
+        value = 0.5 * jnp.square(output.value - flat(returns))
+        coefs = float(agent.value_coef), float(agent.entropy_coef)
+        return jnp.mean(-log_prob * flat(advantages) + coefs[0] * value - coefs[1] * entropy)
+
+    params, norm = stepped(agent, loss, state.shared.params, float(agent.learning_rate))
+    close(after.shared.params, params)
+    np.testing.assert_allclose(metrics["grad_norm"].result(), norm, rtol=1e-4)
+
+
+def test_daac_updates_equal_ones_written_by_hand_and_keep_apart():
+    agent = small("daac", DRIFT, num_mini_batch=1, num_epochs=1, value_epochs=1)
+    state, rollouts = rollout_of(agent)
+    after, _ = update(agent, state, rollouts)
+    advantages, returns = numpy_gae(agent, rollouts)
+    params = state.shared.params
+
+    def policy_loss(actor):
+        log_prob, entropy, output, step = policy_rows(agent, {**params, "actor": actor}, rollouts)
+        a = flat(normalized(advantages))
+        ratio = jnp.exp(log_prob - step.log_prob)
+        policy = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+        extras = agent.policy.act_extras({**params, "actor": actor}, output, step.action)
+        predicted = jnp.square(extras["adv_pred"] - a)
+        return jnp.mean(policy + 0.25 * predicted - float(agent.entropy_coef) * entropy)
+
+    def value_loss(critic):
+        _, _, output, _ = policy_rows(agent, {**params, "critic": critic}, rollouts)
+        return jnp.mean(0.5 * jnp.square(output.value - flat(returns)))
+
+    actor, _ = stepped(agent, policy_loss, params["actor"], float(agent.learning_rate))
+    critic, _ = stepped(agent, value_loss, params["critic"], float(agent.value_learning_rate))
+    close(after.shared.params, {"actor": actor, "critic": critic})
+
+    storage = agent.fill(jax.tree.map(lambda x: x[0], rollouts))
+    batch = storage.contents()
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.replace(initial_carry=None))
+    for loss, untouched in ((agent.loss, "critic"), (agent.value_loss, "actor")):
+        grads = jax.grad(lambda p, loss=loss: loss(p, batch)[0])(params)
+        assert all(not x.any() for x in jax.tree.leaves(grads[untouched]))
+        mine = "actor" if untouched == "critic" else "critic"
+        assert any(x.any() for x in jax.tree.leaves(grads[mine]))
+
+
+def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
+    agent = small("daac", DRIFT, value_freq=2)
+    states = [init(agent, jax.random.key(0))]
+    for _ in range(3):
+        states.append(train_step(agent, states[-1])[0])
+    for i, (before, after) in enumerate(itertools.pairwise(states)):
+        for part, moves in (("actor", True), ("critic", i % 2 == 1)):
+            same = [
+                np.array_equal(a, b)
+                for a, b in zip(
+                    jax.tree.leaves(before.shared.params[part]),
+                    jax.tree.leaves(after.shared.params[part]),
+                )
+            ]
+            assert (not all(same)) == moves
+            counts = [s.shared.opt_state[part][1][0].count for s in (before, after)]
+            epochs = {"actor": agent.num_epochs, "critic": agent.value_epochs}[part]
+            assert counts[1] - counts[0] == moves * epochs * agent.num_mini_batch
+        policy_steps = agent.num_epochs * agent.num_mini_batch
+        value_steps = (i % 2) * agent.value_epochs * agent.num_mini_batch
+        assert after.shared.version - before.shared.version == policy_steps + value_steps
+
+
+@pytest.mark.parametrize("network", ["mlp", "lstm"])
+def test_impala_targets_of_changed_params_come_from_the_full_final_observations(network):
+    agent = small(
+        "impala", DRIFT, network=network, num_steps=8, final_rows=8, batch_size=4, num_storages=4
+    )
+    state, rollouts = rollout_of(agent)
+    before = agent.absorb(state, rollouts)
+    slots = jax.tree.map(lambda x: x[0], before.actors.slots)
+    batch = agent._ring(slots, before.shared.ring).sample()
+    step = batch.transition
+    assert step.truncated.any()
+    params = jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(jax.random.key(3), x.shape), state.shared.params
+    )
+    output, last_values, bootstrap = jax.jit(agent.values)(params, batch)
+
+    # By hand: step by step, every successor valued with the carry that stands there.
+    apply, value = jax.jit(agent.policy.apply), jax.jit(agent.policy.value)
+    carry = batch.initial_carry
+    outputs, following = [], []
+    no = jnp.zeros(4, bool)
+    for t in range(agent.num_steps):
+        carry, out = apply(params, carry, step.obs[t], step.is_first[t])
+        outputs.append(out)
+        following.append(value(params, carry, Drift.successor(step.obs[t]), no))
+    values = np.stack([np.asarray(o.value) for o in outputs])
+    following = np.stack(following)
+    cut = np.asarray(step.truncated & ~step.terminated)
+    np.testing.assert_allclose(output.value, values, **CLOSE)
+    np.testing.assert_allclose(np.asarray(bootstrap)[cut], following[cut], **CLOSE)
+    expected_last = value(params, carry, batch.last_obs, batch.last_is_first)
+    np.testing.assert_allclose(last_values, expected_last, **CLOSE)
+
+    # V-trace and its losses, in float64, from those values; every successor is known.
+    logits = np.stack([np.asarray(jax.nn.log_softmax(o.distribution.logits)) for o in outputs])
+    log_prob = np.take_along_axis(logits, np.asarray(step.action)[..., None], 2)[..., 0]
+    rho = np.minimum(1, np.exp(log_prob - np.asarray(step.log_prob)).astype(np.float64))
+    gamma = float(agent.discount)
+    onward, total_policy, total_value = np.asarray(expected_last, np.float64), 0.0, 0.0
+    for t in reversed(range(agent.num_steps)):
+        onward = np.where(cut[t], following[t], onward)
+        onward = np.where(step.terminated[t], 0, onward)
+        advantage = rho[t] * (np.asarray(step.reward[t]) + gamma * onward - values[t])
+        onward = values[t] + advantage
+        total_policy -= (advantage * log_prob[t]).sum()
+        total_value += 0.5 * np.square(advantage).sum()
+    entropy = -(np.exp(logits) * logits).sum()
+    total, weight, metrics = jax.jit(agent.loss)(params, batch)
+    assert weight == 32
+    coefs = float(agent.value_coef), float(agent.entropy_coef)
+    expected = total_policy + coefs[0] * total_value - coefs[1] * entropy
+    np.testing.assert_allclose(total, expected, rtol=1e-4)
+    np.testing.assert_allclose(metrics["policy_loss"].total, total_policy, rtol=1e-4)
+
+
+def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
+    agent = small("impala", DRIFT, num_steps=8, batch_size=4, num_storages=4, max_grad_norm=1.0)
+    state, rollouts = rollout_of(agent)
+    stored = agent.absorb(state, rollouts)
+    slots = jax.tree.map(lambda x: x[0], stored.actors.slots)
+    batch = agent._ring(slots, stored.shared.ring).sample()
+    grads = jax.grad(lambda p: agent.loss(p, batch)[0])(state.shared.params)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.rmsprop(
+            float(agent.learning_rate),
+            decay=float(agent.rmsprop_decay),
+            eps=float(agent.rmsprop_epsilon),
+        ),
+    )
+    updates, _ = optimizer.update(grads, optimizer.init(state.shared.params))
+    after, metrics = update(agent, state, rollouts)
+    close(after.shared.params, optax.apply_updates(state.shared.params, updates))
+    assert optax.global_norm(grads) > 1.0
+    np.testing.assert_allclose(metrics["grad_norm"].result(), optax.global_norm(grads), rtol=1e-4)
+
+
+def test_advantages_are_normalised_once_in_each_mode():
+    spreads = {}
+    for mode in ("minibatch", "rollout", None):
+        agent = small("ppo", DRIFT, normalize_advantage=mode)
+        _, rollouts = rollout_of(agent)
+        storage = agent.fill(jax.tree.map(lambda x: x[0], rollouts))
+        raw, _ = numpy_gae(agent, rollouts)
+        stored = np.asarray(storage.targets.advantages)
+        expected = normalized(raw) if mode == "rollout" else raw
+        np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
+        plan = storage.plan(jax.random.key(0), num_mini_batch=2)
+        batch = storage.minibatch(jax.tree.map(lambda x: x[0], plan))
+        seen = agent.advantages(batch)
+        picked = batch.targets.advantages
+        expected = normalize(picked, batch.weights) if mode == "minibatch" else picked
+        np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-6)
+        spreads[mode] = float(jnp.std(seen))
+    assert abs(spreads["minibatch"] - 1) < 1e-4
+    assert abs(spreads["rollout"] - 1) > 1e-4
