@@ -9,6 +9,7 @@ is chunk c of L steps of environment b, number c·B + b; an environment is a seq
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
@@ -130,6 +131,7 @@ def take(tree: PyTree, row: MinibatchPlan) -> PyTree:
     return jax.tree.map(pick, tree)
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def permutation(key: jax.Array, n: int) -> Array:
     """A uniform permutation of 0 … n − 1 by one sort of single words.
 

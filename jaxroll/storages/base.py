@@ -22,25 +22,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.types import Array, Node, PyTree
+from jaxroll.types import Array, Node, PyTree, as_leaf
 
 
-class Storage(Node):
+class Storage(Node, abc.ABC):
     """The interface that agents use and that users extend.
 
-    A storage of your own fulfils `create`, `add`, `insert_data_slice`, `compute_targets` by way
-    of `before_gradients`, `plan`, `minibatch`, `contents`, `update` and `check`; the rest follows.
-    List the names of changeable hyperparameters in `parameters`.
+    A storage of your own fulfils `create`, `add`, `insert_data_slice`, `before_gradients`, `plan`,
+    `minibatch`, `contents`, `update`, `check` and `fill`; the rest follows. List the names of
+    changeable hyperparameters in `parameters`.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any):
+        own_repr = "__repr__" in cls.__dict__
+        super().__init_subclass__(**kwargs)
+        if not own_repr:  # a dataclass writes its own otherwise, with every number in it
+            cls.__repr__ = Storage.__repr__
 
     # What a storage defines.
 
     @classmethod
     @abc.abstractmethod
     def create(cls, example: Any, num_steps: int) -> Self:
-        """Allocate from one sample, leaves [B, ...] of any structure and dtype; options by keyword."""
+        """Allocate from one sample, leaves [B, ...] of any structure and dtype."""
 
     @abc.abstractmethod
     def add(self, transition: Any) -> Self:
@@ -104,7 +110,14 @@ class Storage(Node):
           >>> make(step).num_steps
           16
         """
-        known = list(inspect.signature(cls.create).parameters)[1:]
+        known: list[str] = []
+        for kind in cls.__mro__:  # `create(example, **options)` hands the rest to its base
+            if "create" in kind.__dict__:
+                parameters = list(inspect.signature(kind.create).parameters.values())[1:]
+                known += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+                if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                    break
+        known = list(dict.fromkeys(known))
         for name in options:
             if name not in known:
                 raise TypeError(unknown_name("option", name, known, cls.__name__))
@@ -195,7 +208,7 @@ class Storage(Node):
         if name not in self.parameters:
             kind = type(self).__name__
             raise ValueError(unknown_name("parameter", name, list(self.parameters), kind))
-        return self.replace(**{name: value})
+        return self.replace(**{name: _parameter_like(name, value, getattr(self, name))})
 
     @property
     def nbytes(self) -> int:
@@ -203,14 +216,18 @@ class Storage(Node):
         return sum(_nbytes(x) for x in jax.tree.leaves(self))
 
     def __repr__(self) -> str:
+        leaves = jax.tree.leaves_with_path(self)
+        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for _, x in leaves):
+            # Not data but one thing for each leaf: axes of a vmap, shardings, names.
+            return f"{type(self).__name__}({', '.join(str(x) for _, x in leaves)})"
         written, capacity, what = self.fill
-        known = written if not isinstance(written, jax.core.Tracer) else "?"
+        known = np.asarray(written).tolist() if _has_data(written) else "?"
         lines = [f"{type(self).__name__}({known} of {capacity} {what}, {_size(self.nbytes)}"]
-        for path, x in jax.tree.leaves_with_path(self):
+        for path, x in leaves:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            shown = f"{jnp.result_type(x)}{list(np.shape(x))}"
-            if np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
-                shown = str(np.asarray(x).item())
+            shown = f"{x.dtype}{list(x.shape)}"
+            if x.ndim == 0 and _has_data(x):
+                shown = str(np.asarray(x)) if x.dtype == np.bool_ else f"{np.asarray(x).item():.6g}"
             lines.append(f"  {name}: {shown}")
         return "\n".join(lines) + ")"
 
@@ -310,13 +327,38 @@ def allocate(example: PyTree, leading: int | None, after: int = 0) -> PyTree:
     """Zeros like `example`, with an axis of this size put in at position `after`."""
 
     def zeros(x: Any) -> Array:
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        dtype = jnp.result_type(x)
         shape = np.shape(x)
         if leading is not None:
             shape = (*shape[:after], leading, *shape[after:])
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
         return jnp.zeros(shape, dtype)
 
     return jax.tree.map(zeros, example)
+
+
+def _parameter_like(name: str, value: Any, old: PyTree) -> PyTree:
+    """A new value for a hyperparameter; one number serves all streams of a dict."""
+    if isinstance(old, dict):
+        value = value if isinstance(value, dict) else dict.fromkeys(old, value)
+        if value.keys() != old.keys():
+            raise ValueError(f"{name} must have the streams {sorted(old)}, got {sorted(value)}.")
+        return {key: _parameter_like(f"{name}[{key!r}]", value[key], old[key]) for key in old}
+    if old is None:
+        raise ValueError(
+            f"this storage was created without {name}, and its structure never changes. "
+            f"Give {name} to create."
+        )
+    if isinstance(value, dict):
+        raise ValueError(f"{name} is a single number here, got a dict of {sorted(value)}.")
+    if isinstance(value, np.ndarray | jax.Array) and value.dtype != old.dtype:
+        value = value.astype(old.dtype)
+    return as_leaf(value, like=old)
+
+
+def _has_data(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
 
 
 def is_concrete(x: Any) -> bool:

@@ -18,7 +18,7 @@ from flax import struct
 
 from jaxroll import minibatches
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.storages.base import Storage, allocate, check_like
+from jaxroll.storages.base import Batches, Storage, allocate, check_like
 from jaxroll.types import Array, Node, PyTree, Transition
 
 
@@ -92,6 +92,11 @@ class DistributedStorage(Storage):
           final_rows: S, final observations of truncated steps kept for each slot; more are
             counted, and the learner then falls back on the actor's value.
         """
+        if not isinstance(example, Transition) or not np.ndim(example.terminated):
+            raise TypeError(
+                "example must be a jaxroll.Transition with leaves [B, ...], got "
+                f"{type(example).__name__}."
+            )
         num_envs = int(np.shape(example.terminated)[0])
         for name, number in (("num_envs", num_envs), ("batch_size", batch_size)):
             if number < 1 or num_storages % number:
@@ -188,6 +193,7 @@ class DistributedStorage(Storage):
           overflow: how many truncated steps found no row.
         """
         size, slots = self.num_envs, self.slots
+        transition = check_like("unroll", transition, _slice_like(slots, size).transition)
         if last_is_first is None:
             last_is_first = transition.terminated[-1]
             if transition.truncated is not None:
@@ -235,7 +241,7 @@ class DistributedStorage(Storage):
         )
 
     def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
-        """Write B unrolls given as `Unrolls`, or a trajectory whose last row repeats nothing.
+        """Write B unrolls given as `Unrolls`: `add`, for what another storage's `sample` gave.
 
         Args:
           trajectory: `Unrolls` of B slots.
@@ -274,7 +280,9 @@ class DistributedStorage(Storage):
 
     def lag(self, version: Array | int) -> Array:
         """[batch] how many versions the next batch is behind."""
-        return jnp.asarray(version, jnp.int32) - self.sample().version
+        read = self.counters_.read
+        filled_by = jax.lax.dynamic_slice_in_dim(self.slots.version, read, self.batch_size)
+        return jnp.asarray(version, jnp.int32) - filled_by
 
     def plan(
         self,
@@ -310,6 +318,12 @@ class DistributedStorage(Storage):
         slots = (self.counters_.read + offset) % self.num_storages
         shape = (count, self.batch_size)
         return MinibatchPlan(slots.reshape(shape), weights.reshape(shape))
+
+    def generate_batches(
+        self, key: jax.Array | None = None, *, shuffle: bool = False, **options: Any
+    ) -> Batches:
+        """As in every storage, but in order: `shuffle` is False by default and must be."""
+        return super().generate_batches(key, shuffle=shuffle, **options)
 
     def minibatch(self, row: MinibatchPlan) -> Unrolls:
         """The unrolls in the slots that `row` names."""
@@ -364,11 +378,18 @@ class DistributedStorage(Storage):
                 f"{self.batch_size}. Add more before sample; can_sample tells when."
             )
         contents = jax.device_get(self.contents())
-        for path, x in jax.tree.leaves_with_path(contents.transition):
-            if x.dtype.kind not in "fV":
+        steps = contents.transition
+        used = np.broadcast_to(contents.weights > 0, steps.terminated.shape)
+        if steps.valid is not None:
+            used = used & steps.valid
+        # A bootstrap value is read only where a step was truncated.
+        bootstraps = used if steps.truncated is None else used & steps.truncated
+        for path, x in jax.tree.leaves_with_path(steps):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
                 continue
-            bad = ~np.isfinite(x.astype(np.float32)) & (
-                contents.weights.reshape(1, -1, *[1] * (x.ndim - 2)) > 0
+            rows = bootstraps if path[0].name == "bootstrap_value" else used
+            bad = ~np.isfinite(x.astype(np.float32)) & rows.reshape(
+                *rows.shape, *[1] * (x.ndim - 2)
             )
             if bad.any():
                 name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -102,6 +102,7 @@ class RolloutStorage(Storage):
                 f"sequence_length must divide num_steps = {num_steps}, got {length}. "
                 f"Use one of {minibatches.divisors(num_steps)}."
             )
+        _check_rows(example, next(iter(batch)))
         streams = _streams(example)
         data = allocate(example, num_steps)
         return cls(
@@ -162,12 +163,8 @@ class RolloutStorage(Storage):
             return jax.lax.dynamic_update_index_in_dim(x, jnp.where(keep, old, row), index, 0)
 
         initial_carry = self.initial_carry
+        self._expects_carry("add(transition, carry)", carry)
         if self.is_recurrent:
-            if carry is None:
-                raise ValueError(
-                    "this storage was created with an initial_carry: give add(transition, carry) "
-                    "the recurrent state from before the step."
-                )
             carry = check_like("carry", carry, _row(initial_carry))
             length = self.sequence_length or self.num_steps
             inside = full | (self.position % length != 0)
@@ -189,7 +186,12 @@ class RolloutStorage(Storage):
           trajectory: leaves [T, B, ...]; with fewer steps the rest counts as not written.
           initial_carry: [C, B, ...] the recurrent states at the start of each sequence.
         """
-        steps = len(jnp.asarray(trajectory.terminated))
+        if not isinstance(trajectory, Transition) or not np.ndim(trajectory.terminated):
+            raise TypeError(
+                "a trajectory must be a jaxroll.Transition with leaves [T, B, ...], got "
+                f"{type(trajectory).__name__}."
+            )
+        steps = np.shape(trajectory.terminated)[0]
         if not 1 <= steps <= self.num_steps:
             raise ValueError(
                 f"a trajectory must have between 1 and num_steps = {self.num_steps} steps, got "
@@ -200,9 +202,10 @@ class RolloutStorage(Storage):
             data = jax.tree.map(
                 lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0), self.data, data
             )
+        self._expects_carry("insert_data_slice(trajectory, initial_carry)", initial_carry)
         carry = self.initial_carry
         if self.is_recurrent:
-            carry = check_like("initial_carry", initial_carry, carry)
+            carry = check_like("initial_carry", initial_carry, _like(carry))
         return self.replace(
             data=data,
             initial_carry=carry,
@@ -219,6 +222,7 @@ class RolloutStorage(Storage):
           last_values: [B] V of the observation after the last written step; a dict for streams.
         """
         data = self.data
+        last_values = self._last_values(last_values)
         values, valid = data.value, data.valid
         if not (is_concrete(self.position) and int(self.position) == self.num_steps):
             # Rows not written are not experience, and last_values stands where they begin.
@@ -226,9 +230,7 @@ class RolloutStorage(Storage):
             unwritten = jnp.broadcast_to(unwritten, data.terminated.shape)
             valid = ~unwritten if valid is None else valid & ~unwritten
             values = jax.tree.map(
-                lambda v, last: jnp.where(unwritten, jnp.asarray(last, v.dtype)[None], v),
-                values,
-                self._like_value("last_values", last_values),
+                lambda v, last: jnp.where(unwritten, last[None], v), values, last_values
             )
         streams = _streams(data)
 
@@ -283,13 +285,13 @@ class RolloutStorage(Storage):
     ) -> MinibatchPlan:
         """Which rows go into which minibatch; see `jaxroll.minibatches.plan`.
 
-        With a carry, rows are sequences of the storage's `sequence_length` unless said otherwise.
+        With a carry or a `sequence_length`, rows are sequences unless `by` says otherwise.
         """
         if by is None:
-            by = "step"
-            if self.is_recurrent or sequence_length is not None:
-                sequence_length = sequence_length or self.sequence_length
-                by = "sequence" if sequence_length is not None else "environment"
+            if sequence_length is None:
+                sequence_length = self.sequence_length
+            whole = "environment" if self.is_recurrent else "step"
+            by = whole if sequence_length is None else "sequence"
         row_plan = minibatches.plan(
             key,
             num_steps=self.num_steps,
@@ -412,18 +414,62 @@ class RolloutStorage(Storage):
                 )
         return self
 
-    def _like_value(self, what: str, x: PyTree) -> PyTree:
-        if jax.tree.structure(x) != jax.tree.structure(self.data.value):
-            expected = _streams(self.data) or "a single array"
+    def _last_values(self, last_values: PyTree) -> PyTree:
+        value = self.data.value
+        if jax.tree.structure(last_values) != jax.tree.structure(value):
+            got = sorted(last_values) if isinstance(last_values, dict) else "a single array"
             raise ValueError(
-                f"{what} must have the streams of value, {expected}, got {jax.tree.structure(x)}."
+                f"last_values must have the streams of value, "
+                f"{_streams(self.data) or 'a single array'}, got {got}."
             )
-        return x
+
+        def convert(last: Any, v: Array) -> Array:
+            if np.shape(last) != v.shape[1:]:
+                raise ValueError(
+                    f"last_values must have the shape {list(v.shape[1:])}, one for each "
+                    f"environment, got {list(np.shape(last))}."
+                )
+            return jnp.asarray(last, v.dtype)
+
+        return jax.tree.map(convert, last_values, value)
+
+    def _expects_carry(self, call: str, carry: PyTree) -> None:
+        given = bool(jax.tree.leaves(carry))
+        if self.is_recurrent and not given:
+            raise ValueError(
+                f"this storage was created with an initial_carry: use {call} with the recurrent "
+                "state from before the step."
+            )
+        if given and not self.is_recurrent:
+            raise ValueError(
+                f"{call} got a carry, but this storage was created without one. Write "
+                "create(..., initial_carry=carry), or leave the carry out."
+            )
 
 
 def _row(tree: PyTree) -> PyTree:
     """Shape and dtype of one row of leaves [T, ...]."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+def _like(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _check_rows(example: Transition, batch: tuple[int, ...]) -> None:
+    """What enters a formula is one number, or one flag, for each environment."""
+    flags = ("terminated", "truncated", "is_first", "valid")
+    for field in (*flags, "reward", "value", "bootstrap_value"):
+        for x in jax.tree.leaves(getattr(example, field)):
+            if np.shape(x) != batch:
+                raise ValueError(
+                    f"{field} must have the shape [B] = {list(batch)}, got {list(np.shape(x))}. "
+                    "Give several rewards or values as dicts of streams."
+                )
+            if field in flags and jnp.result_type(x) != np.bool_:
+                raise TypeError(
+                    f"{field} must be bool, got {jnp.result_type(x)}. Use {field}.astype(bool)."
+                )
 
 
 def _streams(transition: Transition) -> list[str] | None:
@@ -445,13 +491,16 @@ def _streams(transition: Transition) -> list[str] | None:
 
 
 def _per_stream(what: str, number: PyTree, streams: list[str] | None) -> PyTree:
+    # A discount of 1 is a float too, else a later 0.99 would become an integer.
+    like = np.zeros((), bool if what == "episodic" else np.float32)
     if streams is None:
         if isinstance(number, dict):
             raise ValueError(
                 f"{what} is a dict of {sorted(number)}, but value is a single array. "
                 "Give a number, or a dict of values."
             )
-        return as_leaf(number)
+        return as_leaf(number, like=like)
     if isinstance(number, dict) and sorted(number) != streams:
         raise ValueError(f"{what} must have the streams {streams}, got {sorted(number)}.")
-    return as_leaf({s: number[s] if isinstance(number, dict) else number for s in streams})
+    each = {s: number[s] if isinstance(number, dict) else number for s in streams}
+    return as_leaf(each, like=like)

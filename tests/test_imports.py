@@ -1,0 +1,112 @@
+"""Imports go one way only, and importing touches no device."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jaxroll
+
+PACKAGE = pathlib.Path(jaxroll.__file__).parent
+TIERS = [
+    {"_version", "_toml", "types", "spaces"},
+    {"estimators", "minibatches", "losses", "distributions", "normalizers"},
+    {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
+    {"collectors", "export"},
+    {"loop"},
+    {"agents"},
+    {"config", "sweeps"},
+    {"trainer"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
+]
+TIER = {room: i for i, rooms in enumerate(TIERS) for room in rooms}
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_rooms(path):
+    """The rooms of jaxroll that a file imports, anywhere in it."""
+    here = ["jaxroll", *path.relative_to(PACKAGE).with_suffix("").parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: -node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "jaxroll" and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    room = room_of(path)
+    assert room in TIER, f"{room} is in no tier; add it to TIERS in this test"
+    for line, other in imported_rooms(path):
+        if other == room:
+            continue
+        if other in jaxroll.__all__ and other not in TIER:
+            pytest.fail(f"line {line}: import {other} from its room, not from jaxroll")
+        assert other in TIER, f"line {line}: {other} is in no tier"
+        assert TIER[other] < TIER[room], f"line {line}: {other} is not below {room}"
+
+
+def test_the_walk_sees_imports():
+    found = {room for _, room in imported_rooms(PACKAGE / "storages" / "rollout.py")}
+    assert found == {"estimators", "minibatches", "storages", "types"}
+
+
+@pytest.mark.parametrize("name", jaxroll.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(jaxroll, name) is not None
+    assert name in dir(jaxroll)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in MODULES if p.name == "__init__.py" and p.read_text().strip()],
+    ids=lambda p: p.parent.name,
+)
+def test_every_room_says_what_is_public(path):
+    parts = path.parent.relative_to(PACKAGE.parent).parts
+    module = importlib.import_module(".".join(parts))
+    for name in module.__all__:
+        assert getattr(module, name) is not None, name
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jaxroll.nothing
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    ).stdout.strip()
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import sys, jaxroll; print('jax' in sys.modules, 'numpy' in sys.modules)"
+    assert run(code) == "False False"
+
+
+def test_using_every_name_starts_no_backend():
+    code = (
+        "import jaxroll\n"
+        "for name in jaxroll.__all__: getattr(jaxroll, name)\n"
+        "from jax._src import xla_bridge\n"
+        "print(xla_bridge.backends_are_initialized())"
+    )
+    assert run(code) == "False"
