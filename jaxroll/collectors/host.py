@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.envs.base import HostEnv, HostStep
-from jaxroll.spaces import Dict, Space
+from jaxroll.spaces import Space, zeros
 from jaxroll.types import (
     ActorState,
     Array,
@@ -36,6 +36,7 @@ from jaxroll.types import (
 
 # Folded into an actor's key for the resets; no rollout has this number.
 RESET_FOLD = 2**31 - 1
+_fold_in = jax.jit(jax.random.fold_in)
 
 
 class HostCollector:
@@ -111,46 +112,46 @@ class HostCollector:
         length = self._checked_length(num_steps)
         self._check_actor(actor)
         act, value, finish = self._programs
-        envs, key = self.envs, jax.random.fold_in(actor.key, actor.num_rollouts)
+        envs, key = self.envs, _fold_in(actor.key, actor.num_rollouts)
         carry = actor.carry
-        buffers = _Buffers.create(envs.observation_space, num_steps, envs.num_envs)
-        buffers.start(actor)
-        rows, cuts, carries = None, [], []
+        seen = _Seen.create(envs.observation_space, num_steps, actor)
+        actions = outputs = None
+        cuts, carries = [], []
         for t in range(num_steps):
             if t % length == 0:
                 carries.append(carry)
-            carry, outputs = act(params, carry, buffers.obs_at(t), buffers.is_first[t], key, t)
-            if rows is None:
-                rows = jax.tree.map(lambda x: np.empty((num_steps, *x.shape), x.dtype), outputs)
-            for buffer, output in zip(jax.tree.leaves(rows), jax.tree.leaves(outputs)):
-                buffer[t] = output
-            step = envs.step(jax.tree.map(lambda x, t=t: x[t], rows["action"]))
-            buffers.write(t, step)
+            carry, action, output = act(params, carry, seen.obs.at(t), seen.is_first[t], key, t)
+            if actions is None or outputs is None:
+                actions, outputs = _Stack(action, num_steps), _Stack(output, num_steps)
+            actions.write(t, action)
+            outputs.write(t, output)
+            step = envs.step(actions.at(t))
+            seen.write(t, step)
             if step.truncated.any():
                 cut = np.flatnonzero(step.truncated & ~step.terminated)
                 final_obs = step.obs if step.final_obs is None else step.final_obs
                 cuts.append(_Cut.create(t, cut, final_obs, carry))
-        assert rows is not None
+        assert actions is not None
+        assert outputs is not None
         self._steps_taken += num_steps
 
+        rows = {"action": actions.tree(), **outputs.tree()}
         if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(rows["value"]):
-            bootstrap_value = _final_values(value, params, cuts, rows["value"], envs.num_envs)
-        else:
-            bootstrap_value = None
-        # No aliases of numpy's memory: the rollout may be donated.
-        host = (buffers, rows, bootstrap_value, self._final(cuts, buffers, carry, num_steps))
-        buffers, rows, bootstrap_value, final = jax.device_put(host, may_alias=False)
-        after, rollout = finish(
+            rows["bootstrap_value"] = _final_values(
+                value, params, cuts, rows["value"], envs.num_envs
+            )
+        final = self._final(cuts, seen.obs.at(0), carry, num_steps)
+        after = actor.replace(carry=carry, env=np.int32(self._steps_taken))
+        return finish(
             self._bootstrap,
             envs.resets_on_next_step,
             params,
-            actor.replace(carry=carry, env=np.int32(self._steps_taken)),
-            buffers,
+            after,
+            seen.tree(),
             rows,
-            bootstrap_value,
+            final,
+            tuple(carries),
         )
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *carries)
-        return after, rollout.replace(initial_carry=stacked, final=final)
 
     def _start(self, key: jax.Array, num_rollouts: Array) -> ActorState:
         reset_key = jax.random.fold_in(jax.random.fold_in(key, RESET_FOLD), num_rollouts)
@@ -170,14 +171,14 @@ class HostCollector:
             ),
         )
 
-    def _final(self, cuts: list[_Cut], buffers: _Buffers, carry: PyTree, num_steps: int):
+    def _final(self, cuts: list[_Cut], obs: PyTree, carry: PyTree, num_steps: int) -> FinalRows:
         """`FinalRows` in numpy, from the steps that were cut."""
         shape = (self._final_rows, self.envs.num_envs)
 
         def empty(x: Array) -> np.ndarray:
             return np.zeros((self._final_rows, *x.shape), x.dtype)
 
-        obs, carries = jax.tree.map(empty, (buffers.obs_at(0), carry))
+        obs, carries = jax.tree.map(empty, (obs, carry))
         step, written = np.full(shape, num_steps, np.int32), np.zeros(shape[1], np.int64)
         for cut in cuts:
             kept = written[cut.envs] < self._final_rows
@@ -211,49 +212,77 @@ class HostCollector:
         return length
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class _Buffers:
-    """What the environments gave, in numpy; row T of obs and is_first is what comes next."""
+class _Stack:
+    """A pytree of numpy arrays, [length, ...], written and read one row at a time."""
+
+    def __init__(self, example: PyTree, length: int):
+        leaves, self._structure = jax.tree.flatten(example)
+        self._leaves = [np.empty((length, *x.shape), x.dtype) for x in leaves]
+
+    def write(self, t: int, row: PyTree) -> None:
+        for leaf, x in zip(self._leaves, jax.tree.leaves(row)):
+            leaf[t] = x
+
+    def at(self, t: int) -> PyTree:
+        # A view of our own memory, which nobody changes any more while the policy reads it.
+        return self._structure.unflatten([leaf[t] for leaf in self._leaves])
+
+    def tree(self) -> PyTree:
+        return self._structure.unflatten(self._leaves)
+
+
+class _Trajectory(NamedTuple):
+    """What the environments gave; row T of obs and is_first is what comes next."""
 
     obs: PyTree  # [T + 1, B, ...]
-    is_first: np.ndarray  # [T + 1, B]
-    reward: np.ndarray  # [T, B]
-    terminated: np.ndarray  # [T, B]
-    truncated: np.ndarray  # [T, B]
-    valid: np.ndarray  # [T, B]
+    is_first: Array  # [T + 1, B]
+    reward: Array  # [T, B]
+    terminated: Array  # [T, B]
+    truncated: Array  # [T, B]
+    valid: Array  # [T, B]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A `_Trajectory` as it is written."""
+
+    obs: _Stack
+    is_first: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    valid: np.ndarray
 
     @classmethod
-    def create(cls, space: Space, num_steps: int, num_envs: int) -> _Buffers:
-        flags = [np.empty((num_steps, num_envs), bool) for _ in range(3)]
-        return cls(
-            _empty(space, (num_steps + 1, num_envs)),
+    def create(cls, space: Space, num_steps: int, actor: ActorState) -> _Seen:
+        (num_envs,) = actor.is_first.shape
+        seen = cls(
+            _Stack(zeros(space, (num_envs,)), num_steps + 1),
             np.empty((num_steps + 1, num_envs), bool),
             np.empty((num_steps, num_envs), np.float32),
-            *flags,
+            *(np.empty((num_steps, num_envs), bool) for _ in range(3)),
         )
-
-    def start(self, actor: ActorState) -> None:
-        jax.tree.map(lambda x, y: x.__setitem__(0, y), self.obs, actor.obs)
-        self.is_first[0] = actor.is_first
-
-    def obs_at(self, t: int) -> PyTree:
-        # A row of our own memory, which nobody changes any more while the policy reads it.
-        return jax.tree.map(lambda x: x[t], self.obs)
+        seen.obs.write(0, actor.obs)
+        seen.is_first[0] = actor.is_first
+        return seen
 
     def write(self, t: int, step: HostStep) -> None:
-        jax.tree.map(lambda x, y: x.__setitem__(t + 1, y), self.obs, step.obs)
+        self.obs.write(t + 1, step.obs)
         self.is_first[t + 1] = step.is_first
         self.reward[t] = step.reward
         self.terminated[t] = step.terminated
         self.truncated[t] = step.truncated
         self.valid[t] = step.valid
 
-
-def _empty(space: Space, leading: tuple[int, ...]) -> PyTree:
-    if isinstance(space, Dict):
-        return {name: _empty(child, leading) for name, child in space.items}
-    return np.empty((*leading, *space.shape), space.dtype)
+    def tree(self) -> _Trajectory:
+        return _Trajectory(
+            self.obs.tree(),
+            self.is_first,
+            self.reward,
+            self.terminated,
+            self.truncated,
+            self.valid,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,45 +336,41 @@ def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
         else:
             action = distribution.sample(jax.random.fold_in(key, t))
         extras = act_extras(params, output, action) if act_extras else output.extras
-        return carry, {
-            "action": action,
-            "log_prob": distribution.log_prob(action),
-            "value": output.value,
-            "extras": extras,
-        }
+        log_prob = distribution.log_prob(action)
+        return carry, action, {"log_prob": log_prob, "value": output.value, "extras": extras}
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def finish(bootstrap, resets_on_next_step, params, actor, buffers, rows, bootstrap_value):
-        last_obs = jax.tree.map(lambda x: x[-1], buffers.obs)
-        last_is_first = buffers.is_first[-1]
+    def finish(bootstrap, resets_on_next_step, params, actor, trajectory, rows, final, carries):
+        last_obs = jax.tree.map(lambda x: x[-1], trajectory.obs)
+        last_is_first = trajectory.is_first[-1]
         last_value = policy.value(params, actor.carry, last_obs, last_is_first)
-        value, cut = rows["value"], buffers.truncated & ~buffers.terminated
+        value, cut = rows["value"], trajectory.truncated & ~trajectory.terminated
+        rows = {"bootstrap_value": None, **rows}
         if not bootstrap:
-            bootstrap_value = jax.tree.map(lambda v: jnp.where(cut, v, 0), value)
+            rows["bootstrap_value"] = jax.tree.map(lambda v: jnp.where(cut, v, 0), value)
         elif resets_on_next_step:
-            bootstrap_value = jax.tree.map(
+            rows["bootstrap_value"] = jax.tree.map(
                 lambda v, last: jnp.where(cut, jnp.concatenate([v[1:], last[None]]), 0),
                 value,
                 last_value,
             )
-        statistics, episodes = _episodes(actor.statistics, buffers)
+        statistics, episodes = _episodes(actor.statistics, trajectory)
         rollout = Rollout(
             transition=Transition(
-                obs=jax.tree.map(lambda x: x[:-1], buffers.obs),
-                reward=buffers.reward,
-                terminated=buffers.terminated,
-                truncated=buffers.truncated,
-                is_first=buffers.is_first[:-1],
-                valid=buffers.valid if resets_on_next_step else None,
-                bootstrap_value=bootstrap_value,
+                obs=jax.tree.map(lambda x: x[:-1], trajectory.obs),
+                reward=trajectory.reward,
+                terminated=trajectory.terminated,
+                truncated=trajectory.truncated,
+                is_first=trajectory.is_first[:-1],
+                valid=trajectory.valid if resets_on_next_step else None,
                 **rows,
             ),
             last_obs=last_obs,
             last_is_first=last_is_first,
             last_carry=actor.carry,
             last_value=last_value,
-            initial_carry=None,
-            final=None,
+            initial_carry=jax.tree.map(lambda *x: jnp.stack(x), *carries),
+            final=final,
             episodes=episodes,
         )
         actor = actor.replace(
@@ -359,7 +384,9 @@ def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
     return act, jax.jit(policy.value), finish
 
 
-def _episodes(statistics: EpisodeStatistics, buffers: Any) -> tuple[EpisodeStatistics, EpisodeSums]:
+def _episodes(
+    statistics: EpisodeStatistics, trajectory: _Trajectory
+) -> tuple[EpisodeStatistics, EpisodeSums]:
     """The running episodes after the rollout, and the sums of those that ended within."""
 
     def step(carry: tuple, row: tuple) -> tuple[tuple, None]:
@@ -377,7 +404,7 @@ def _episodes(statistics: EpisodeStatistics, buffers: Any) -> tuple[EpisodeStati
         )
         return (running, sums), None
 
-    done = (buffers.terminated | buffers.truncated) & buffers.valid
-    zeros = EpisodeSums(jnp.int32(0), jnp.float32(0), jnp.int32(0))
-    rows = (buffers.reward, done, buffers.valid)
-    return jax.lax.scan(step, (statistics, zeros), rows)[0]
+    done = (trajectory.terminated | trajectory.truncated) & trajectory.valid
+    none = EpisodeSums(jnp.int32(0), jnp.float32(0), jnp.int32(0))
+    rows = (trajectory.reward, done, trajectory.valid)
+    return jax.lax.scan(step, (statistics, none), rows)[0]

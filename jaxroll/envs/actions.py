@@ -73,8 +73,12 @@ def action_checker(
         low, high = np.int64(0), sizes[type(space)]() - 1
     kinds = "iub" if isinstance(space, spaces.MultiBinary) else "iu"
 
+    is_choice = isinstance(space, spaces.Discrete)
+
     def check_integers(actions: PyTree) -> np.ndarray:
         actions = shaped(actions, kinds, "integers")
+        if is_choice and actions.min() >= 0 and actions.max() <= high:
+            return actions  # the common case, in two passes
         outside = (actions < low) | (actions > high)
         if outside.any():
             raise ValueError(_range_message(actions, outside, low, high))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,18 +67,18 @@ def reader(space: Any) -> Callable[[Any], PyTree]:
         named = space.spaces.items() if hasattr(space.spaces, "items") else enumerate(space.spaces)
         parts = {str(k): (k, reader(child)) for k, child in named}
         return lambda obs: {name: read(obs[k]) for name, (k, read) in sorted(parts.items())}
-    dtype, start = narrow(space.dtype), getattr(space, "start", 0)
+    dtype, start = narrow(space.dtype), _start(space)
     num_axes = len(space.shape)
     shape = spaces.zeros(to_space(space)).shape
+    is_reshaped = shape != space.shape
 
     def read(obs: Any) -> np.ndarray:
         obs = np.asarray(obs)
-        if np.any(start):
+        if start is not None:
             obs = obs - start
         if obs.dtype != dtype:
             obs = obs.astype(dtype)
-        leading = obs.shape[: obs.ndim - num_axes]
-        return obs if obs.shape[obs.ndim - num_axes :] == shape else obs.reshape(*leading, *shape)
+        return obs.reshape(*obs.shape[: obs.ndim - num_axes], *shape) if is_reshaped else obs
 
     return read
 
@@ -92,16 +92,22 @@ def writer(space: Any) -> Callable[[PyTree], Any]:
         if is_dict:
             return lambda actions: {k: write(actions[str(k)]) for k, write in parts}
         return lambda actions: tuple(write(actions[str(k)]) for k, write in parts)
-    start = getattr(space, "start", 0)
+    start, dtype, shape = _start(space), space.dtype, space.shape
 
     def write(actions: np.ndarray) -> np.ndarray:
         # Always a copy: an environment that clips in place must not change what is stored.
-        actions = actions.astype(space.dtype)
-        if np.any(start):
+        actions = actions.astype(dtype)
+        if start is not None:
             actions += start
-        return actions.reshape(len(actions), *space.shape)
+        return actions.reshape(len(actions), *shape)
 
     return write
+
+
+def _start(space: Any) -> Any:
+    """Where the space's choices start to count; None: at 0, like ours."""
+    start = getattr(space, "start", None)
+    return start if start is not None and np.any(start) else None
 
 
 class VectorHostEnv(HostEnv):
@@ -143,17 +149,22 @@ class VectorHostEnv(HostEnv):
 
     def reset(self, seed: int) -> PyTree:
         """Start an episode in each environment: obs."""
-        with self._closing_on_error():
+        self._check_open()
+        try:
             # Vector environments count on from the seed, some of them in int32.
             obs, _ = self._reset_envs(int(seed) % 2**30)
             obs = self._read(obs)
+        except BaseException:
+            self._close_after_error()
+            raise
         self._ended = np.zeros(self.num_envs, bool)
         return obs
 
     def step(self, actions: PyTree) -> HostStep:
         """Check the actions and take one step in each environment."""
+        self._check_open()
         actions = self._write(self._check(actions))
-        with self._closing_on_error():
+        try:
             obs, reward, terminated, truncated, info = self._envs.step(actions)
             obs = self._read(obs)
             reward = np.asarray(reward, np.float32)
@@ -169,6 +180,9 @@ class VectorHostEnv(HostEnv):
                     # A copy: the reset may overwrite the environments' own buffer.
                     final_obs = jax.tree.map(np.copy, obs)
                     obs = self._reset_where(done, final_obs)
+        except BaseException:
+            self._close_after_error()
+            raise
         valid = np.ones(self.num_envs, bool)
         return HostStep(obs, reward, terminated, truncated, final_obs, valid, done)
 
@@ -213,17 +227,14 @@ class VectorHostEnv(HostEnv):
 
         return jax.tree.map(merge, obs, fresh)
 
-    @contextlib.contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("The environments are closed. Make new ones: spec.make(num_envs).")
-        try:
-            yield
-        except BaseException:
-            # The environment's own exception is the one to see, not one of closing after it.
-            with contextlib.suppress(Exception):
-                self.close()
-            raise
+
+    def _close_after_error(self) -> None:
+        # The environment's own exception is the one to see, not one of closing after it.
+        with contextlib.suppress(Exception):
+            self.close()
 
 
 def _autoreset_mode(envs: Any, mode: Any) -> str:
