@@ -97,11 +97,11 @@ class Categorical(Distribution):
                 f"an action mask must have the shape of the logits, {logits.shape}, "
                 f"got {mask.shape}."
             )
-        mask = mask.astype(bool)
-        mask = mask | ~jnp.any(mask, axis=-1, keepdims=True)
+        given = jnp.asarray(mask, bool)
+        allowed = given | ~jnp.any(given, axis=-1, keepdims=True)
         # Half of the lowest number: subtracting the maximum cannot overflow to −inf, and
         # 0 · log 0 stays 0.
-        return cls(jnp.where(mask, logits, jnp.finfo(logits.dtype).min / 2))
+        return cls(jnp.where(allowed, logits, jnp.finfo(logits.dtype).min / 2))
 
     def log_probs(self) -> Array:
         """[..., n] log-probability of each choice."""
@@ -191,21 +191,19 @@ class MultiCategorical(Distribution):
           nvec: how many choices each entry has.
           mask: [..., Σ nvec] bool, true where allowed; see `Categorical.create`.
         """
-        if isinstance(logits, list | tuple):
-            logits = jnp.concatenate(logits, axis=-1)
+        parts: Any = logits if isinstance(logits, list | tuple) else [logits]
+        flat = jnp.concatenate(parts, axis=-1)
         total, largest = sum(nvec), max(nvec)
-        if logits.shape[-1] != total:
+        if flat.shape[-1] != total:
             raise ValueError(
                 f"MultiCategorical needs {total} logits for nvec = {tuple(nvec)}, "
-                f"got {logits.shape[-1]}."
+                f"got {flat.shape[-1]}."
             )
-        if mask is not None and mask.shape != logits.shape:
+        if mask is not None and mask.shape != flat.shape:
             raise ValueError(
                 f"an action mask for nvec = {tuple(nvec)} must have all choices side by side, "
-                f"{logits.shape}, got {mask.shape}."
+                f"{flat.shape}, got {mask.shape}."
             )
-        if mask is not None:
-            mask = mask.astype(bool)
         ends = np.cumsum(nvec)[:-1].tolist()
 
         def padded(x: Array, fill: Any) -> Array:
@@ -218,11 +216,11 @@ class MultiCategorical(Distribution):
             return jnp.stack(pad, axis=-2)
 
         exists = np.arange(largest)[None, :] < np.asarray(nvec)[:, None]  # [k, max(nvec)]
-        rows = padded(logits, 0)
+        rows = padded(flat, 0)
         allowed = jnp.broadcast_to(exists, rows.shape)
         if mask is not None:
             # An entry whose mask allows nothing is free among the choices that exist.
-            given = padded(mask, False)
+            given = padded(jnp.asarray(mask, bool), False)
             allowed = allowed & (given | ~jnp.any(given, axis=-1, keepdims=True))
         return cls(Categorical.create(rows, allowed).logits)
 
@@ -487,14 +485,15 @@ class DistributionFor:
         if log_std is None:
             raise ValueError(f"a distribution over {self.space} needs log_std.")
         shape = (*outputs.shape[:-1], *self.space.shape)
-        if log_std.ndim == 1:
-            log_std = log_std.reshape(*[1] * (outputs.ndim - 1), -1)
-        log_std = jnp.broadcast_to(log_std.astype(outputs.dtype), outputs.shape)
-        mean, log_std = outputs.reshape(shape), log_std.reshape(shape)
+        spread = jnp.asarray(log_std, outputs.dtype)
+        if spread.ndim == 1:
+            spread = spread.reshape(*[1] * (outputs.ndim - 1), -1)
+        spread = jnp.broadcast_to(spread, outputs.shape).reshape(shape)
+        mean = outputs.reshape(shape)
         ndim = len(self.space.shape)
         if self.squash:
-            return TanhGaussian(mean, log_std, self.space.low, self.space.high, ndim)
-        return DiagonalGaussian(mean, log_std, ndim)
+            return TanhGaussian(mean, spread, self.space.low, self.space.high, ndim)
+        return DiagonalGaussian(mean, spread, ndim)
 
 
 def distribution_for(action_space: spaces.Space, *, squash: bool = False) -> DistributionFor:

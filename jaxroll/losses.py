@@ -60,8 +60,8 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
         raise ValueError(
             f"weights must have the shape of the losses, {losses.shape}, got {weights.shape}."
         )
-    weights = weights.astype(losses.dtype)
-    return jnp.sum(jnp.where(weights != 0, weights * losses, 0)), jnp.sum(weights)
+    scale = jnp.asarray(weights, losses.dtype)
+    return jnp.sum(jnp.where(scale != 0, scale * losses, 0)), jnp.sum(scale)
 
 
 def clipped_policy_loss(

@@ -115,12 +115,12 @@ class ActorCritic(nn.Module):
     def __call__(self, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool = False):
         """(carry, PolicyOutput); leaves [B, ...], or [T, B, ...] to unroll."""
         if self.shared_torso:
-            carry, seen = _run(self.torso, unroll)(carry, obs, is_first)
+            carry, seen = _mode(self.torso, unroll)(carry, obs, is_first)
             judged = seen
         else:
             actor, critic = split_carry(carry)
-            actor, seen = _run(self.actor, unroll)(actor, obs, is_first)
-            critic, judged = _run(self.critic, unroll)(critic, obs, is_first)
+            actor, seen = _mode(self.actor, unroll)(actor, obs, is_first)
+            critic, judged = _mode(self.critic, unroll)(critic, obs, is_first)
             carry = join_carry(actor, critic)
         distribution = self.policy_head(seen, action_mask(self.architecture, obs))
         return carry, PolicyOutput(distribution, self.value_head(judged))
@@ -132,8 +132,13 @@ class ActorCritic(nn.Module):
         return self.value_head(self.critic(split_carry(carry)[1], obs, is_first)[1])
 
 
-def _run(body: Body, unroll: bool):
+def _mode(body: Body, unroll: bool):
     return body.unroll if unroll else body
+
+
+def run(module: nn.Module, params: PyTree, *arguments: Any, **options: Any) -> Any:
+    """What a module makes of its arguments under these parameters."""
+    return module.apply({"params": params}, *arguments, **options)
 
 
 def split_carry(carry: PyTree) -> tuple[PyTree, PyTree]:
@@ -181,18 +186,17 @@ class ActorCriticPolicy(Policy):
         self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
     ) -> tuple[PyTree, PolicyOutput]:
         """(carry, output); leaves [B, ...]."""
-        return self.module.apply({"params": params}, carry, obs, is_first)  # pyright: ignore
+        return run(self.module, params, carry, obs, is_first)
 
     def unroll(
         self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
     ) -> tuple[PyTree, PolicyOutput]:
         """(carry, outputs); leaves [T, B, ...]. The torso sees all rows at once."""
-        variables = {"params": params}
-        return self.module.apply(variables, carry, obs, is_first, unroll=True)  # pyright: ignore
+        return run(self.module, params, carry, obs, is_first, unroll=True)
 
     def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
         """V alone, [B] or a dict of streams; a separate actor is not run."""
-        return self.module.apply({"params": params}, carry, obs, is_first, method="value")
+        return run(self.module, params, carry, obs, is_first, method="value")
 
 
 def architecture(

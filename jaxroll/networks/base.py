@@ -198,10 +198,10 @@ def _check_distribution(distribution: Any, key: Any, batch: int, space: spaces.S
                 f"the policy's distribution must have {choices} choices for {space}, "
                 f"got {logits.shape[-1]} (logits {logits.shape})."
             )
-    action = jax.eval_shape(lambda d, k: d.sample(k), distribution, key)
+    action: Any = jax.eval_shape(lambda d, k: d.sample(k), distribution, key)
     if isinstance(space, spaces.Dict):
         expected = {name: (batch, *sub.shape) for name, sub in space.items}
-        got = {name: x.shape for name, x in action.items()} if isinstance(action, dict) else action
+        got = jax.tree.map(lambda x: x.shape, action)
     else:
         expected, got = (batch, *space.shape), getattr(action, "shape", action)
     if got != expected:

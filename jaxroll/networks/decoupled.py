@@ -23,6 +23,7 @@ from jaxroll.networks.actor_critic import (
     action_mask,
     architecture,
     join_carry,
+    run,
     split_carry,
 )
 from jaxroll.networks.base import Policy
@@ -72,7 +73,7 @@ class Critic(nn.Module):
         return carry, self.value_head(features)
 
 
-def as_features(space: spaces.Space, action: Array) -> Array:
+def as_features(space: Any, action: Array) -> Array:
     """[..., *action] → [..., features]: choices one-hot, all else flattened."""
     match space:
         case spaces.Discrete(n=n):
@@ -121,13 +122,12 @@ class DecoupledPolicy(Policy):
         self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool
     ) -> tuple[PyTree, PolicyOutput]:
         actor_carry, critic_carry = split_carry(carry)
-        arguments: dict[str, Any] = {"unroll": unroll}
-        actor_carry, distribution, features = Actor(self.architecture).apply(
-            {"params": params["actor"]}, actor_carry, obs, is_first, **arguments
-        )  # pyright: ignore
-        critic_carry, value = Critic(self.architecture).apply(
-            {"params": params["critic"]}, critic_carry, obs, is_first, **arguments
-        )  # pyright: ignore
+        actor_carry, distribution, features = run(
+            Actor(self.architecture), params["actor"], actor_carry, obs, is_first, unroll=unroll
+        )
+        critic_carry, value = run(
+            Critic(self.architecture), params["critic"], critic_carry, obs, is_first, unroll=unroll
+        )
         output = PolicyOutput(distribution, value, extras={"features": features})
         return join_carry(actor_carry, critic_carry), output
 
@@ -146,15 +146,13 @@ class DecoupledPolicy(Policy):
     def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
         """V alone: the actor is not run."""
         critic_carry = split_carry(carry)[1]
-        variables = {"params": params["critic"]}
-        _, value = Critic(self.architecture).apply(variables, critic_carry, obs, is_first)  # pyright: ignore
+        _, value = run(Critic(self.architecture), params["critic"], critic_carry, obs, is_first)
         return value
 
     def advantage(self, params: PyTree, output: PolicyOutput, action: PyTree) -> Array:
         """Â(s, a) of actions in the observations that gave `output`; its batch axes."""
         features = output.extras["features"]
-        variables = {"params": params["actor"]}
-        return Actor(self.architecture).apply(variables, features, action, method="advantage")  # pyright: ignore
+        return run(Actor(self.architecture), params["actor"], features, action, method="advantage")
 
     def act_extras(self, params: PyTree, output: PolicyOutput, action: PyTree) -> PyTree:
         """{"adv_pred": Â(s, a)}."""

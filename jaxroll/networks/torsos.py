@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 # From this many rows on feature-major is faster; of 4 rows it would take 3 × as long.
 _FEATURE_MAJOR_ROWS = 256
+LeafSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box
 MASK = "action_mask"  # the entry of a dict observation that masks actions
 
 
@@ -118,7 +119,7 @@ class ConvTorso(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-def flat_entries(space: spaces.Space, prefix: str = "") -> dict[str, spaces.Space]:
+def flat_entries(space: spaces.Space, prefix: str = "") -> dict[str, LeafSpace]:
     """The parts of a (nested) Dict by name, "a/b"; the action mask is not one of them."""
     if not isinstance(space, spaces.Dict):
         return {prefix: space}
@@ -135,7 +136,7 @@ def has_image(space: spaces.Space) -> bool:
     return any(isinstance(part, spaces.Box) and len(part.shape) == 3 for part in parts)
 
 
-def as_vector(space: spaces.Space, obs: Array, dtype: Any) -> Array:
+def as_vector(space: LeafSpace, obs: Array, dtype: Any) -> Array:
     """[N, ...] → [N, features]: choices become one-hot, all else is flattened."""
     match space:
         case spaces.Discrete(n=n):
