@@ -1,0 +1,203 @@
+"""Gradients over actors: sums, not means of means; clipped, guarded, the same on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxroll import RolloutStorage, Transition
+from jaxroll.agents.base import clipped
+from jaxroll.learners import (
+    apply_gradient,
+    check_reduction,
+    gather_actors,
+    gradient,
+    map_actors,
+    minibatch_updates,
+    sum_actors,
+)
+
+NUM_ACTORS, ROWS = 4, 6
+PARAMS = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.array(0.1)}
+
+
+def regression(params, batch):
+    """½ (x·w + b − y)², weighted, as a sum and its weight."""
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    total = jnp.sum(0.5 * batch["weight"] * jnp.square(error))
+    weight = jnp.sum(batch["weight"])
+    return total, weight, {"loss": total, "rows": weight}
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """One batch for each actor; actors have different numbers of rows that count."""
+    rng = np.random.default_rng(0)
+    weight = (rng.random((NUM_ACTORS, ROWS)) < 0.6).astype(np.float32)
+    weight[0] = 0
+    return {
+        "x": jnp.asarray(rng.normal(size=(NUM_ACTORS, ROWS, 3)), jnp.float32),
+        "y": jnp.asarray(rng.normal(size=(NUM_ACTORS, ROWS)), jnp.float32),
+        "weight": jnp.asarray(weight),
+    }
+
+
+def by_hand(batches, mean=True):
+    """The gradient over all rows of all actors, in float64."""
+    x, y, weight = (np.asarray(batches[k], np.float64) for k in ("x", "y", "weight"))
+    x, y, weight = x.reshape(-1, 3), y.reshape(-1), weight.reshape(-1)
+    error = (x @ np.asarray(PARAMS["w"], np.float64) + float(PARAMS["b"]) - y) * weight
+    scale = weight.sum() if mean else 1
+    return {"w": x.T @ error / scale, "b": error.sum() / scale}
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("mean", [True, False])
+def test_gradient_is_that_of_all_rows_of_all_actors(batches, reduction, mean):
+    grads, metrics = gradient(regression, PARAMS, batches, reduction=reduction, mean=mean)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        grads,
+        by_hand(batches, mean),
+    )
+    assert metrics["rows"] == batches["weight"].sum()
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_gradient_is_the_same_on_every_mesh(batches, reduction):
+    def on(num_devices):
+        mesh = jax.make_mesh((num_devices,), ("actors",), axis_types=(AxisType.Auto,))
+        run = jax.shard_map(
+            lambda b: gradient(regression, PARAMS, b, axis_name="actors", reduction=reduction),
+            mesh=mesh,
+            in_specs=PartitionSpec("actors"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return jax.jit(run)(batches)
+
+    alone, spread = on(1), on(4)
+    if reduction == "exact":
+        jax.tree.map(np.testing.assert_array_equal, alone, spread)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        spread[0],
+        by_hand(batches),
+    )
+
+
+def test_no_rows_at_all_give_no_gradient(batches):
+    grads, _ = gradient(regression, PARAMS, {**batches, "weight": 0 * batches["weight"]})
+    assert all(not x.any() for x in jax.tree.leaves(grads))
+
+
+def test_integers_are_added_as_integers_across_devices():
+    mesh = jax.make_mesh((4,), ("actors",), axis_types=(AxisType.Auto,))
+    tree = {"count": jnp.full(4, 2**24 + 1, jnp.int32), "total": jnp.arange(4.0)}
+    for reduction in ("fast", "exact"):
+        run = jax.shard_map(
+            lambda t, r=reduction: sum_actors(t, axis_name="actors", reduction=r),
+            mesh=mesh,
+            in_specs=PartitionSpec("actors"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        out = run(tree)
+        assert out["count"] == 4 * (2**24 + 1)  # float32 would have lost the ones
+        assert out["total"] == 6
+    gathered = jax.shard_map(
+        lambda t: gather_actors(t, axis_name="actors"),
+        mesh=mesh,
+        in_specs=PartitionSpec("actors"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(tree)
+    np.testing.assert_array_equal(gathered["total"], tree["total"])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_map_actors_maps_the_leading_axis(count, reduction):
+    x, y = jnp.arange(2.0 * count).reshape(count, 2), jnp.arange(float(count))
+    out = map_actors(lambda x, y: {"sum": x.sum() + y}, x, y, reduction=reduction)
+    np.testing.assert_array_equal(out["sum"], x.sum(1) + y)
+
+
+def test_a_gradient_is_clipped_to_its_norm_and_reported_before():
+    grads = {"w": jnp.array([3.0, 0.0, 4.0]), "b": jnp.array(0.0)}
+    optimizer = clipped(optax.sgd(1.0), jnp.float32(0.5))
+    params, _, report = apply_gradient(optimizer, PARAMS, optimizer.init(PARAMS), grads)
+    np.testing.assert_allclose(PARAMS["w"] - params["w"], [0.3, 0, 0.4], rtol=1e-5)
+    assert report["grad_norm"] == 5
+    free = clipped(optax.sgd(1.0), jnp.float32(jnp.inf))
+    params, _, _ = apply_gradient(free, PARAMS, free.init(PARAMS), grads)
+    np.testing.assert_allclose(PARAMS["w"] - params["w"], [3, 0, 4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(bad):
+    grads = {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.array(1.0)}
+    optimizer = clipped(optax.adam(0.1), jnp.float32(0.5))
+    opt_state = optimizer.init(PARAMS)
+    params, after, report = apply_gradient(optimizer, PARAMS, opt_state, grads)
+    jax.tree.map(np.testing.assert_array_equal, (params, after), (PARAMS, opt_state))
+    assert report["nonfinite"].tolist() == [0, 1]  # leaves in order: b, w
+    assert report["grad_norm"] == 0
+
+
+def test_minibatch_updates_take_one_step_for_each_row_of_the_plan():
+    """Against a Python loop over the same minibatches, of two actors."""
+    rng = np.random.default_rng(1)
+    num_steps, num_envs = 4, 3
+
+    def storage(actor):
+        step = Transition(
+            obs=jnp.zeros((num_envs, 3)),
+            action=jnp.zeros(num_envs),
+            reward=jnp.zeros(num_envs),
+            terminated=jnp.zeros(num_envs, bool),
+            value=jnp.zeros(num_envs),
+        )
+        trajectory = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_steps, *x.shape)), step)
+        trajectory = trajectory.replace(
+            obs=jnp.asarray(rng.normal(size=(num_steps, num_envs, 3)), jnp.float32),
+            reward=jnp.asarray(rng.normal(size=(num_steps, num_envs)), jnp.float32),
+        )
+        return RolloutStorage.create(step, num_steps).insert_data_slice(trajectory)
+
+    storages = [storage(a).before_gradients(jnp.zeros(num_envs)) for a in range(2)]
+    plans = [
+        s.plan(jax.random.key(a), num_mini_batch=2, num_epochs=3) for a, s in enumerate(storages)
+    ]
+
+    def loss(params, batch):
+        step = batch.transition
+        return regression(params, {"x": step.obs, "y": step.reward, "weight": batch.weights})
+
+    optimizer = optax.adam(0.01)
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack([jnp.asarray(y) for y in x]), *trees)  # noqa: E731
+    params, _, (metrics, report) = minibatch_updates(
+        loss, optimizer, PARAMS, optimizer.init(PARAMS), stack(storages), stack(plans)
+    )
+    expected, opt_state = PARAMS, optimizer.init(PARAMS)
+    for i in range(6):
+        parts = [s.minibatch(jax.tree.map(lambda x, i=i: x[i], p)) for s, p in zip(storages, plans)]
+
+        def mean(params, parts=parts):
+            sums = [loss(params, part)[:2] for part in parts]
+            return sum(s for s, _ in sums) / sum(w for _, w in sums)
+
+        updates, opt_state = optimizer.update(jax.grad(mean)(expected), opt_state)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected
+    )
+    assert metrics["rows"].tolist() == [12.0] * 6
+    assert report["grad_norm"].shape == (6,)
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match='"fast" or "exact", got \'slow\''):
+        check_reduction("slow")
