@@ -24,7 +24,7 @@ from jaxroll import spaces
 from jaxroll.types import Array, Node
 
 _LOG_2PI = math.log(2 * math.pi)
-# Up to here the cumulative sum over choices is unrolled: 1.2–1.5 × faster than jnp.cumsum on a CPU.
+# Up to here the cumulative sum over choices is unrolled: 1.1–2 × faster than jnp.cumsum on a CPU.
 _MAX_UNROLLED = 32
 
 
@@ -340,7 +340,7 @@ class DiagonalGaussian(Distribution):
 # Squashed actions stay this far (of half the range) from the bounds: at the bound itself atanh is
 # infinite, and within a few float32 steps of it the pre-image is lost to rounding.
 _EDGE = 1e-5
-# Gauss–Hermite points for the expectation under a normal: error below 0.01 nats for σ ≤ 3.
+# Gauss–Hermite points for the expectation under a normal: error below 0.005 nats for σ ≤ 2, 0.06 at σ = 4.
 _NODES, _NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(16)
 _NODE_WEIGHTS = _NODE_WEIGHTS / _NODE_WEIGHTS.sum()
 
@@ -406,7 +406,7 @@ class TanhGaussian(Distribution):
         """H(x) + E[log |da/dx|]; there is no closed form.
 
         The expectation is a 16-point Gauss–Hermite quadrature: deterministic, differentiable,
-        within 0.01 nats per entry for σ ≤ 3.
+        within 0.005 nats per entry for σ ≤ 2 and 0.06 for σ ≤ 4, whatever the mean.
         """
         nodes = jnp.asarray(_NODES, self.mean.dtype).reshape(-1, *[1] * self.mean.ndim)
         x = self.mean[None] + jnp.exp(self.log_std)[None] * nodes
