@@ -12,7 +12,8 @@ import jaxroll
 
 PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
-    {"_version", "_toml", "types", "spaces", "sums"},
+    {"_version", "_toml", "types", "spaces"},
+    {"sums"},
     {"estimators", "minibatches", "losses", "distributions", "normalizers"},
     {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
     {"collectors", "export"},
