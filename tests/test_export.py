@@ -65,7 +65,7 @@ def test_a_feed_forward_policy_runs_without_jaxroll(tmp_path):
 
 def test_a_recurrent_policy_takes_and_returns_its_carry(tmp_path):
     agent, state = make(network="gru")
-    file = export_policy(agent, state, tmp_path / "policy.bin", batch_size=2)
+    file = agent.export(state, tmp_path / "policy.bin", batch_size=2)
     policy = jax.export.deserialize(bytearray(file.read_bytes()))
     act = agent.act(state)
     carry, mine = None, tuple(jnp.ones(x.shape, x.dtype) for x in policy.in_avals[1:-1])

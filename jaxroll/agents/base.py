@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from jaxroll import collectors, envs, loop, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
+from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
 from jaxroll.minibatches import divisors
 from jaxroll.normalizers import (
@@ -452,6 +453,16 @@ class DistributedAgent(Node):
     def load(self, path: Any) -> TrainState:
         """The state that `save` (or a checkpoint of `train`) wrote."""
         return loop.load(self, path)
+
+    def export(self, state: TrainState, path: Any, **options: Any) -> Any:
+        """Write the policy to a file that runs with JAX alone.
+
+        Args:
+          state: a TrainState.
+          path: the file to write.
+          **options: see `jaxroll.export.export_policy`: batch_size, deterministic, platforms.
+        """
+        return export_policy(self, state, path, **options)
 
     def act(self, state: TrainState, *, deterministic: bool = True) -> Callable[..., Any]:
         """The trained policy as a plain function: `act(obs, carry=…, is_first=…, key=…)`.

@@ -105,7 +105,15 @@ def train(
       "time_budget", "callback", "SIGINT", "SIGTERM").
     """
     check_reduction(reduction)
-    _check_options(num_train_steps, resume, checkpoint_dir, nonfinite, log_interval, state)
+    _check_options(num_train_steps, resume, checkpoint_dir, nonfinite, state)
+    if progress not in (modes := ("auto", "bar", "lines", "silent")):
+        raise ValueError(f"progress must be one of {modes}, got {progress!r}.")
+    for name, number in (
+        ("num_eval_episodes", num_eval_episodes),
+        ("keep_checkpoints", keep_checkpoints),
+    ):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
     if mesh is not None:
         parallel.check_mesh(mesh, agent.num_actors, num_learners)
     elif num_learners not in (None, 1):
@@ -113,9 +121,18 @@ def train(
             f"num_learners is the number of devices that learn, 1 without a mesh; got "
             f"{num_learners}. Give mesh=jaxroll.parallel.make_mesh({num_learners})."
         )
+    callbacks = tuple(callbacks)  # an iterator would be used up by the first row
     is_primary = jax.process_index() == 0
     run = _Run(agent, seed, mesh, reduction, log_interval, eval_interval, checkpoint_interval)
+    shown = Progress(
+        num_train_steps,
+        description=f"{agent.name} {agent.env_name}",
+        mode=progress,  # pyright: ignore[reportArgumentType]
+        enabled=is_primary,
+    )
+    params = None if init_model_path is None else _params_of(agent, init_model_path)
     history = History()
+    members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
         checkpointer = None
         if checkpoint_dir is not None:
@@ -132,20 +149,11 @@ def train(
             stack.callback(checkpointer.wait)
         program = make_program(agent, mesh, reduction)
         stack.callback(program.close)
-        shown = stack.enter_context(
-            Progress(
-                num_train_steps,
-                description=f"{agent.name} {agent.env_name}",
-                mode=progress,  # pyright: ignore[reportArgumentType]
-                enabled=is_primary,
-            )
-        )
+        stack.enter_context(shown)
         interrupts = stack.enter_context(Interrupts(own_process=own_process))
         shown.status("compiling")
         began = time.monotonic()
-        carry, iteration, elapsed = _begin(
-            run, program, checkpointer, state, resume, init_model_path, config
-        )
+        carry, iteration, elapsed = _begin(run, program, checkpointer, state, resume, params)
         logger = None
         if is_primary:
             # A row that a longer run would not have is written again when it is whole.
@@ -196,12 +204,13 @@ def train(
                 last_row_time, last_row_step = time.monotonic(), step
                 if run.is_log(iteration):
                     carry = {**carry, "metrics": program.start(carry["state"])["metrics"]}
-                history.append(row)
-                if logger is not None:
-                    logger(row)
+                for tidy in _tidy_rows(row, members):
+                    history.append(tidy)
+                    if logger is not None:
+                        logger(tidy)
                 reached = row.get("eval_episode_return" if eval_interval else "episode_return")
-                if target_return is not None and reached is not None and reached >= target_return:
-                    stop = "target_return"
+                if target_return is not None and reached is not None:
+                    stop = "target_return" if np.mean(reached) >= target_return else None
                 event = Event(step=step, row=row, state=carry["state"], agent=agent)
                 if sum(bool(callback(event)) for callback in callbacks):
                     stop = stop or "callback"
@@ -282,7 +291,6 @@ def _check_options(
     resume: bool,
     checkpoint_dir: Any,
     nonfinite: str,
-    log_interval: int,
     state: Any,
 ) -> None:
     if num_train_steps < 1:
@@ -301,27 +309,40 @@ def _begin(
     checkpointer: Checkpointer | None,
     state: Any,
     resume: bool,
-    init_model_path: Any,
-    config: Any,
+    params: Any,
 ) -> tuple[Any, int, float]:
     """(carry, iteration, seconds before): new, from a given state, or restored."""
     if state is not None:
         state = program.place(jax.tree.map(jnp.copy, state))
-        return program.start(state), int(state.shared.iteration), 0.0
+        return program.start(state), _iteration(state), 0.0
     fresh = program.init(run.seed)
-    if init_model_path is not None:
-        params, _ = load_pytree(
-            _checkpoints_in(init_model_path), fresh.shared.params, subtree="state/shared/params"
-        )
+    if params is not None:
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
     carry = program.start(fresh)
     if not resume or checkpointer is None or not checkpointer.steps():
-        return carry, int(fresh.shared.iteration), 0.0
+        return carry, _iteration(fresh), 0.0
     _, carry, metadata = checkpointer.restore(carry, shardings=program.shardings(carry))
     carry = {**carry, "state": program.resume(carry["state"])}
-    iteration = int(carry["state"].shared.iteration)
+    iteration = _iteration(carry["state"])
     return carry, iteration, float(metadata["config"].get("elapsed", 0.0))
+
+
+def _params_of(agent: Any, path: str | Path) -> Any:
+    """The params in a run or a saved state; read before anything is compiled or written."""
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
+        )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
+    like = jax.eval_shape(init, key).params
+    return load_pytree(_checkpoints_in(path), like, subtree="state/shared/params")[0]
+
+
+def _iteration(state: Any) -> int:
+    """Iterations done; members of a sweep are always at the same one."""
+    return int(np.asarray(state.shared.iteration).flat[0])
 
 
 def _next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: _Run) -> int:
@@ -336,6 +357,7 @@ def _next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: _Run)
 
 def _check_finite(carry: Any, step: int, agent: Any, nonfinite: str) -> None:
     counts = np.asarray(jax.device_get(carry["metrics"]["nonfinite"].total))
+    counts = counts.reshape(-1, counts.shape[-1]).sum(0)  # over the members of a sweep
     if nonfinite == "stop" and counts.any():
         names = [
             jax.tree_util.keystr(path, simple=True, separator="/")
@@ -353,21 +375,36 @@ def _check_finite(carry: Any, step: int, agent: Any, nonfinite: str) -> None:
 def _row(carry: Any, agent: Any, step: int, seconds: float) -> dict[str, Any]:
     numbers = metrics_lib.compute(carry["metrics"])
     counts = np.asarray(numbers.pop("nonfinite", 0))
-    numbers["skipped_updates"] = int(counts.max())
+    numbers["skipped_updates"] = counts.max(-1, initial=0).tolist()
     numbers.pop("episodes", None)
     return {
         "step": step,
-        "episode": int(carry["state"].shared.num_episodes),
+        "episode": np.asarray(carry["state"].shared.num_episodes).tolist(),
         **numbers,
         "total_time": seconds,
     }
 
 
+def _tidy_rows(row: dict[str, Any], members: Any) -> list[dict[str, Any]]:
+    """The row, or one for each member of a sweep with the columns that tell them apart."""
+    if members is None:
+        return [row]
+    return [
+        # A swept learning rate is the member's column, not the metric of the same name.
+        columns | {k: v[i] if np.ndim(v) else v for k, v in row.items() if k not in columns}
+        for i, columns in enumerate(members)
+    ]
+
+
 def _evaluation(
     agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any
-) -> dict[str, float]:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
-    result = evaluate_with_key(agent, state, key, num_episodes, True, env)
+) -> dict[str, Any]:
+    def key(seed: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
+
+    members = getattr(agent, "seeds", None)
+    keys = key(seed) if members is None else jax.vmap(key)(members)
+    result = evaluate_with_key(agent, state, keys, num_episodes, True, env)
     return {
         "eval_episode_return": result["episode_return"],
         "eval_episode_length": result["episode_length"],
@@ -385,13 +422,19 @@ def evaluate(
 ) -> dict[str, Any]:
     """Play whole episodes; see `DistributedAgent.eval`."""
     key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
+    members = getattr(agent, "members", None)
+    if members is not None:
+        key = jnp.broadcast_to(key, (len(members),))
     return evaluate_with_key(agent, state, key, num_episodes, deterministic, env)
 
 
 def evaluate_with_key(
     agent: Any, state: Any, key: jax.Array, num_episodes: int, deterministic: bool, env: Any
 ) -> dict[str, Any]:
-    """Mean and each of the returns and lengths of `num_episodes` whole episodes."""
+    """Mean and each of the returns and lengths of `num_episodes` whole episodes.
+
+    With a key for each member of a sweep, [N], so are the results.
+    """
     env = agent.env if env is None else env
     params = parallel.local(agent.acting_params(state.shared))
     if agent.is_host:
@@ -399,15 +442,16 @@ def evaluate_with_key(
             env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
         )
     else:
-        result = _evaluate(
+        play = _evaluate_members if key.ndim else _evaluate
+        result = play(
             env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
         )
     returns = np.asarray(result.episode_return)
     lengths = np.asarray(result.episode_length)
     return {
-        "episode_return": float(returns.mean()),
-        "episode_return_std": float(returns.std()),
-        "episode_length": float(lengths.mean()),
+        "episode_return": returns.mean(-1).tolist(),
+        "episode_return_std": returns.std(-1).tolist(),
+        "episode_length": lengths.mean(-1).tolist(),
         "episode_returns": returns,
         "episode_lengths": lengths,
         "num_episodes": int(num_episodes),
@@ -417,6 +461,13 @@ def evaluate_with_key(
 _evaluate = functools.partial(
     jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic")
 )(collectors.evaluate)
+
+
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic")
+)
+def _evaluate_members(env: Any, policy: Any, params: Any, keys: Any, **options: Any) -> Any:
+    return jax.vmap(lambda p, k: collectors.evaluate(env, policy, p, k, **options))(params, keys)
 
 
 def describe(agent: Any) -> dict[str, Any]:
