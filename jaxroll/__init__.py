@@ -14,52 +14,116 @@ from jaxroll._version import __version__
 if TYPE_CHECKING:
     from jaxroll import (
         agents as agents,
+    )
+    from jaxroll import (
         checkpoints as checkpoints,
+    )
+    from jaxroll import (
         collectors as collectors,
+    )
+    from jaxroll import (
         distributions as distributions,
+    )
+    from jaxroll import (
         envs as envs,
+    )
+    from jaxroll import (
         estimators as estimators,
+    )
+    from jaxroll import (
         learners as learners,
+    )
+    from jaxroll import (
         losses as losses,
+    )
+    from jaxroll import (
         minibatches as minibatches,
+    )
+    from jaxroll import (
         networks as networks,
+    )
+    from jaxroll import (
         normalizers as normalizers,
+    )
+    from jaxroll import (
         parallel as parallel,
+    )
+    from jaxroll import (
         reporting as reporting,
+    )
+    from jaxroll import (
         spaces as spaces,
+    )
+    from jaxroll import (
         storages as storages,
+    )
+    from jaxroll import (
         types as types,
     )
     from jaxroll.agents import (
         A2C as A2C,
+    )
+    from jaxroll.agents import (
         DAAC as DAAC,
-        DistributedAgent as DistributedAgent,
+    )
+    from jaxroll.agents import (
         IMPALA as IMPALA,
-        OnPolicyAgent as OnPolicyAgent,
+    )
+    from jaxroll.agents import (
         PPO as PPO,
+    )
+    from jaxroll.agents import (
+        DistributedAgent as DistributedAgent,
+    )
+    from jaxroll.agents import (
+        OnPolicyAgent as OnPolicyAgent,
+    )
+    from jaxroll.agents import (
         TrainState as TrainState,
     )
     from jaxroll.collectors import (
         collect as collect,
+    )
+    from jaxroll.collectors import (
         evaluate as evaluate,
+    )
+    from jaxroll.collectors import (
         init_actor as init_actor,
     )
     from jaxroll.envs import (
         Env as Env,
+    )
+    from jaxroll.envs import (
         autoreset as autoreset,
+    )
+    from jaxroll.envs import (
         make_env as make_env,
     )
     from jaxroll.estimators import (
         discounted_returns as discounted_returns,
+    )
+    from jaxroll.estimators import (
         gae as gae,
+    )
+    from jaxroll.estimators import (
         lambda_returns as lambda_returns,
+    )
+    from jaxroll.estimators import (
         n_step_returns as n_step_returns,
+    )
+    from jaxroll.estimators import (
         normalize as normalize,
+    )
+    from jaxroll.estimators import (
         retrace as retrace,
+    )
+    from jaxroll.estimators import (
         vtrace as vtrace,
     )
     from jaxroll.networks import (
         Policy as Policy,
+    )
+    from jaxroll.networks import (
         make_policy as make_policy,
     )
     from jaxroll.reporting import (
@@ -67,30 +131,44 @@ if TYPE_CHECKING:
     )
     from jaxroll.storages import (
         DecoupledRolloutStorage as DecoupledRolloutStorage,
+    )
+    from jaxroll.storages import (
         DistributedStorage as DistributedStorage,
+    )
+    from jaxroll.storages import (
         RolloutStorage as RolloutStorage,
+    )
+    from jaxroll.storages import (
         Storage as Storage,
     )
     from jaxroll.types import (
         Minibatch as Minibatch,
+    )
+    from jaxroll.types import (
         PolicyOutput as PolicyOutput,
+    )
+    from jaxroll.types import (
         Targets as Targets,
+    )
+    from jaxroll.types import (
         TimeStep as TimeStep,
+    )
+    from jaxroll.types import (
         Transition as Transition,
     )
 
 __all__ = [
     "A2C",
     "DAAC",
+    "IMPALA",
+    "PPO",
     "DecoupledRolloutStorage",
     "DistributedAgent",
     "DistributedStorage",
     "Env",
     "History",
-    "IMPALA",
     "Minibatch",
     "OnPolicyAgent",
-    "PPO",
     "Policy",
     "PolicyOutput",
     "RolloutStorage",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -96,7 +97,7 @@ def shardings(tree: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = np.asarray(jax.random.key_data(x))
         placed = jax.make_array_from_callback(data.shape, sharding, lambda i: data[i])
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))

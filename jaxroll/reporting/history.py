@@ -32,6 +32,7 @@ class History:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self._rows = [plain_row(row) for row in rows]
+        self.stopped_by: str | None = None  # why a run ended, where one did
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> History:
