@@ -157,7 +157,8 @@ def train(
         logger = None
         if is_primary:
             # A row that a longer run would not have is written again when it is whole.
-            kept = run.steps(iteration) if run.is_log(iteration) else run.steps(iteration) - 1
+            whole = run.is_log(iteration) or iteration >= run.iterations(num_train_steps)
+            kept = run.steps(iteration) if whole else run.steps(iteration) - 1
             kept = kept if resume and iteration else -1
             logger = make_loggers(loggers, checkpoint_dir, resume_from_step=kept)
             stack.callback(logger.close)
@@ -497,8 +498,7 @@ def load(agent: Any, path: str | Path) -> Any:
             like = program.init(0)
         finally:
             program.close()
-    tree, _ = load_pytree(_checkpoints_in(path), {"state": like}, subtree="")
-    return tree["state"]
+    return load_pytree(_checkpoints_in(path), like, subtree="state")[0]
 
 
 def _checkpoints_in(path: str | Path) -> Path:

@@ -230,9 +230,16 @@ def architecture(
     _check_choice("activation", activation, tuple(ACTIVATIONS))
     if hidden_sizes is None:
         hidden_sizes = _default_sizes(observation_space) if convolutional else (64, 64)
-    hidden_sizes = tuple(int(size) for size in hidden_sizes)
-    if not hidden_sizes or min(hidden_sizes) < 1:
-        raise ValueError(f"hidden_sizes must be positive, at least one, got {hidden_sizes}.")
+    if (
+        not isinstance(hidden_sizes, tuple | list)
+        or not hidden_sizes
+        or not all(isinstance(size, int) and size >= 1 for size in hidden_sizes)
+    ):
+        raise ValueError(
+            f"hidden_sizes must be one or more positive integers, such as (64, 64), got "
+            f"{hidden_sizes!r}."
+        )
+    hidden_sizes = tuple(hidden_sizes)
     if streams is not None and (not streams or len(set(streams)) != len(streams)):
         raise ValueError(f"streams must be different names, at least one, got {streams}.")
     return Architecture(

@@ -1,0 +1,255 @@
+"""DistributedTrainer: one config to a whole run, the imperative shell around a pure agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll import loop, parallel
+from jaxroll.collectors.host import HostCollector
+from jaxroll.config import Config
+from jaxroll.envs import make_env
+from jaxroll.loop.programs import make_program
+from jaxroll.minibatches import divisors
+from jaxroll.reporting import History
+from jaxroll.sweeps import Sweep
+from jaxroll.types import Rollout
+
+
+class DistributedTrainer:
+    """A run: environments, agent and loop as a config describes them.
+
+    Making one checks everything that can be checked, and touches no device and no file.
+
+    Args:
+      config: a `Config`, a mapping, or the path of a TOML file or of a run's directory.
+      train_env: train on this environment, or the one of this name, instead of the config's.
+      test_env: test on this one instead; it must have the same spaces.
+
+    Attributes:
+      config: the run, with every hyperparameter named.
+      agent: what is trained; a `Sweep` where the config asks for several seeds.
+      history: the rows of `train`.
+
+    Example:
+      >>> trainer = DistributedTrainer({
+      ...     "agent": "ppo", "env": "CartPole-v1", "num_train_steps": 64, "progress": "silent",
+      ...     "hyperparameters": {"num_envs": 4, "num_steps": 8}})
+      >>> state, history = trainer.train()
+      >>> trainer.act().transition.reward.shape, len(trainer.test(8)["episode_returns"])
+      ((8, 4), 8)
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str],
+        train_env: Any = None,
+        test_env: Any = None,
+    ):
+        config = _as_config(config)
+        if isinstance(train_env, str):
+            config, train_env = config.replace(env=train_env), None
+        self.train_env = config.make_env() if train_env is None else train_env
+        if train_env is not None:
+            name = getattr(train_env, "name", type(train_env).__name__)
+            config = config.replace(env=str(name), env_options={})
+        self.test_env = make_env(test_env) if isinstance(test_env, str) else test_env
+        self._check_spaces()
+        self.agent: Any = config.make_agent(self.train_env)
+        self.config = config.complete()
+        if config.num_seeds > 1:
+            seeds = range(config.seed, config.seed + config.num_seeds)
+            self.agent = Sweep.create(self.agent, seeds=seeds)
+        self._check_devices()
+        self.history = History()
+        self._state: Any = None
+
+    @property
+    def out(self) -> Path | None:
+        """The run's directory; None: nothing is written."""
+        return None if self.config.out is None else Path(self.config.out)
+
+    @property
+    def state(self) -> Any:
+        """The current TrainState: of the last `train` or `load`, at first that of step 0."""
+        if self._state is None:
+            program = make_program(self.agent, None, "fast")
+            try:
+                self._state = program.init(self.config.seed)
+            finally:
+                program.close()
+        return self._state
+
+    def act(self, actor: int = 0) -> Rollout:
+        """What an actor collects next with the current params, leaves [T, B, ...].
+
+        Nothing changes by looking: training goes on where it was. Of several seeds, the first
+        acts. Host environments are opened anew for it.
+
+        Args:
+          actor: which one, from 0.
+        """
+        agent, state = self.agent, self.state
+        if isinstance(agent, Sweep):
+            agent, state = agent.member(0), jax.tree.map(lambda x: x[0], state)
+        if not 0 <= actor < agent.num_actors:
+            raise ValueError(f"actor must be from 0 to {agent.num_actors - 1}, got {actor}.")
+        one = jax.tree.map(lambda x: x[actor], state.actors)
+        if not agent.is_host:
+            return jax.jit(agent.run)(state.shared, one)[1]
+        with agent.env.make(agent.envs_per_actor) as envs:
+            collector = HostCollector(envs, agent.policy, **agent.collect_options)
+            params = agent.acting_params(state.shared)
+            return collector.collect(params, collector.init(one.state.key), agent.num_steps)[1]
+
+    def train(
+        self,
+        *,
+        resume: bool = False,
+        callbacks: Iterable[Callable[[Any], Any]] = (),
+        progress: str | None = None,
+        own_process: bool = False,
+    ) -> tuple[Any, History]:
+        """Train as the config says.
+
+        Args:
+          resume: go on with the run in the config's `out`.
+          callbacks: called with an `Event` after each row; a true result stops the run.
+          progress: show it so, instead of as the config says.
+          own_process: as in `jaxroll.loop.train`.
+
+        Returns:
+          (state, history); of several seeds the state's leaves are [N, ...] and each row has a
+          `seed`.
+        """
+        config = self.config
+        names = (
+            *("seed", "reduction", "log_interval", "eval_interval", "num_eval_episodes"),
+            *("checkpoint_interval", "keep_checkpoints", "target_return", "time_budget"),
+            *("nonfinite", "init_model_path", "loggers"),
+        )
+        mesh = self.make_mesh()
+        if self.out is not None and jax.process_index() == 0:
+            existing = self.out / "config.toml"
+            if existing.exists() and not resume:
+                raise FileExistsError(
+                    f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
+                    "another out."
+                )
+            config.write(existing)
+        self._state, self.history = loop.train(
+            self.agent,
+            config.num_train_steps,
+            **{name: getattr(config, name) for name in names},
+            mesh=mesh,
+            checkpoint_dir=self.out,
+            resume=resume,
+            eval_env=self.test_env,
+            callbacks=callbacks,
+            progress=config.progress if progress is None else progress,
+            config={"config": config.to_dict()},
+            own_process=own_process,
+        )
+        return self._state, self.history
+
+    def test(
+        self, num_episodes: int | None = None, *, seed: int = 0, deterministic: bool = True
+    ) -> dict[str, Any]:
+        """Play whole episodes on the test environment with the current params.
+
+        Args:
+          num_episodes: None: the config's `num_test_episodes`.
+          seed: of the episodes.
+          deterministic: act with the distribution's mode.
+
+        Returns:
+          `episode_return`, its deviation `episode_return_std`, `episode_length` and each episode's
+          `episode_returns` and `episode_lengths`; of several seeds the mean over all episodes,
+          with `seed_returns` for each and [N, episodes] arrays.
+        """
+        count = self.config.num_test_episodes if num_episodes is None else num_episodes
+        if count < 1:
+            raise ValueError(f"num_episodes must be at least 1, got {count}.")
+        result = loop.evaluate(
+            self.agent,
+            self.state,
+            count,
+            seed=seed,
+            deterministic=deterministic,
+            env=self.test_env,
+        )
+        if isinstance(self.agent, Sweep):
+            returns = result["episode_returns"]
+            result |= {
+                "seed_returns": result["episode_return"],
+                "episode_return": float(returns.mean()),
+                "episode_return_std": float(returns.std()),
+                "episode_length": float(np.mean(result["episode_length"])),
+            }
+        return result
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the whole state to a directory of its own; where it is.
+
+        Args:
+          path: None: `model` in the run's directory, replaced if it is there.
+        """
+        if path is None and self.out is None:
+            raise ValueError(
+                'the config names no out, so save needs a path: trainer.save("runs/first/model").'
+            )
+        target = Path(path) if path is not None else Path(str(self.config.out)) / "model"
+        loop.save(self.agent, self.state, target, overwrite=path is None)
+        return target
+
+    def load(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Make what was saved the current state; the newest intact checkpoint of a run.
+
+        Args:
+          path: of `save`, or a run's directory; None: the config's `out`.
+        """
+        if path is None and self.out is None:
+            raise ValueError("the config names no out, so load needs a path.")
+        source = Path(path) if path is not None else Path(str(self.config.out))
+        self._state = loop.load(self.agent, source)
+        return self._state
+
+    def make_mesh(self) -> Any:
+        """The mesh that the config asks for, over all processes; None: one device."""
+        if jax.process_count() > 1:
+            return parallel.make_mesh()
+        return None if self.config.devices is None else parallel.make_mesh(self.config.devices)
+
+    def _check_spaces(self) -> None:
+        if self.test_env is None:
+            return
+        for name in ("observation_space", "action_space"):
+            wanted, got = getattr(self.train_env, name), getattr(self.test_env, name)
+            if wanted != got:
+                raise ValueError(
+                    f"train_env and test_env must have the same {name}, got {wanted} and {got}."
+                )
+
+    def _check_devices(self) -> None:
+        count, num_actors = self.config.devices, self.agent.num_actors
+        if count is not None and num_actors % count:
+            raise ValueError(
+                f"the number of devices must divide num_actors = {num_actors}, got {count}. Use "
+                f"num_actors = {count} or a multiple of it (on the command line --num-actors "
+                f"{count}), or as many devices as one of {divisors(num_actors)}."
+            )
+
+
+def _as_config(config: Any) -> Config:
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return Config.from_dict(config)
+    if isinstance(config, str | os.PathLike):
+        return Config.read(config)
+    raise TypeError(f"config must be a Config, a mapping or a path, got {type(config).__name__}.")

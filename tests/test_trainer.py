@@ -1,0 +1,143 @@
+"""DistributedTrainer: one config to a whole run."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxroll
+from jaxroll.config import Config
+from jaxroll.reporting import History
+from jaxroll.trainer import DistributedTrainer
+
+HYPERPARAMETERS = {
+    "num_envs": 4,
+    "num_steps": 8,
+    "hidden_sizes": [8],
+    "num_mini_batch": 2,
+    "num_epochs": 1,
+    "num_actors": 2,
+}
+CONFIG = {
+    "num_train_steps": 64,
+    "log_interval": 32,
+    "progress": "silent",
+    "hyperparameters": HYPERPARAMETERS,
+}
+_TIMES = ("fps", "total_time")
+
+
+def rows(history):
+    return [{k: v for k, v in row.items() if k not in _TIMES} for row in history]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    trainer = DistributedTrainer(CONFIG | {"out": str(tmp_path_factory.mktemp("run") / "first")})
+    trainer.train()
+    return trainer
+
+
+def test_a_run_leaves_its_config_metrics_and_checkpoint(run):
+    assert Config.read(run.out) == run.config
+    assert rows(History.read(run.out)) == rows(run.history)
+    assert [row["step"] for row in run.history] == [32, 64]
+    assert (run.out / "checkpoints").is_dir()
+
+
+def test_the_config_of_a_run_reproduces_it(run):
+    again = DistributedTrainer(Config.read(run.out).replace(out=None))
+    state, history = again.train()
+    assert rows(history) == rows(run.history)
+    jax.tree.map(np.testing.assert_array_equal, state.shared.params, run.state.shared.params)
+
+
+def test_acting_shows_what_an_actor_collects_next_and_changes_nothing(run):
+    before = jax.tree.map(np.asarray, run.state.shared)
+    first, again, other = run.act(0), run.act(0), run.act(1)
+    assert first.transition.reward.shape == (8, 2)
+    jax.tree.map(np.testing.assert_array_equal, first.transition, again.transition)
+    assert (first.transition.obs != other.transition.obs).any()
+    jax.tree.map(np.testing.assert_array_equal, before, run.state.shared)
+    with pytest.raises(ValueError, match="actor must be from 0 to 1, got 2"):
+        run.act(2)
+
+
+def test_testing_plays_whole_episodes(run):
+    result = run.test(6, seed=1)
+    assert result["episode_returns"].shape == (6,)
+    assert result["episode_return"] == pytest.approx(result["episode_returns"].mean())
+    assert run.test(6, seed=1)["episode_return"] == result["episode_return"]
+    with pytest.raises(ValueError, match="num_episodes must be at least 1"):
+        run.test(0)
+
+
+def test_what_is_saved_is_loaded(run, tmp_path):
+    assert run.save() == run.out / "model"
+    assert run.save() == run.out / "model"
+    elsewhere = DistributedTrainer(run.config)
+    for path in (None, run.save(tmp_path / "mine")):
+        state = elsewhere.load(path)
+        jax.tree.map(np.testing.assert_array_equal, state.shared, run.state.shared)
+
+
+def test_a_run_is_not_written_over_but_continued(run):
+    again = DistributedTrainer(run.config.replace(num_train_steps=96))
+    with pytest.raises(FileExistsError, match="resume=True"):
+        again.train()
+    _, history = again.train(resume=True)
+    assert [row["step"] for row in history] == [32, 64, 96]
+    whole = DistributedTrainer(again.config.replace(out=None))
+    _, expected = whole.train()
+    assert rows(history) == rows(expected)
+
+
+def test_several_seeds_are_one_run(tmp_path):
+    trainer = DistributedTrainer(CONFIG | {"num_seeds": 2, "seed": 3, "out": str(tmp_path / "r")})
+    state, history = trainer.train()
+    assert {row["seed"] for row in history} == {3, 4}
+    assert jax.tree.leaves(state.shared.params)[0].shape[0] == 2
+    assert trainer.act().transition.reward.shape == (8, 2)
+    result = trainer.test(4)
+    assert len(result["seed_returns"]) == 2
+    assert result["episode_return"] == pytest.approx(np.mean(result["seed_returns"]))
+    again = DistributedTrainer(tmp_path / "r")
+    again.load()
+    assert again.test(4)["seed_returns"] == result["seed_returns"]
+
+
+def test_environments_of_ones_own_are_taken():
+    env = jaxroll.make_env("CartPole-v1", max_steps_in_episode=5)
+    trainer = DistributedTrainer(CONFIG, train_env=env, test_env="CartPole-v1")
+    assert trainer.agent.env == env
+    assert trainer.test(4)["episode_length"] > 5
+    with pytest.raises(ValueError, match="the same observation_space"):
+        DistributedTrainer(CONFIG, test_env="Acrobot-v1")
+
+
+def test_host_environments_act_and_train():
+    pytest.importorskip("gymnasium")
+    trainer = DistributedTrainer(CONFIG, train_env="gymnasium:CartPole-v1")
+    assert trainer.act().transition.reward.shape == (8, 2)
+    _, history = trainer.train()
+    assert history.steps[-1] == 64
+    assert trainer.test(2)["episode_returns"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (3, TypeError, "config must be a Config"),
+        ("nowhere.toml", FileNotFoundError, "no config at nowhere.toml"),
+        ({"devices": 2}, ValueError, "--num-actors 2"),
+        ({"env": "CartPol-v1"}, ValueError, "Did you mean 'CartPole-v1'"),
+        ({"hyperparameters": {"num_envs": 6, "num_actors": 4}}, ValueError, "must divide num_envs"),
+        ({"hyperparameters": {"hidden_sizes": ["a"]}}, (ValueError, TypeError), "hidden_sizes"),
+        ({"hyperparameters": {"network": "transformer"}}, ValueError, "network"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_made(config, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config | {"out": "run"} if isinstance(config, dict) else config
+    with pytest.raises(error, match=message):
+        DistributedTrainer(config)
+    assert not list(tmp_path.iterdir())
