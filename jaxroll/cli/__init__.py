@@ -1,0 +1,122 @@
+"""The command line: `jaxroll train | eval | resume | plot | envs | agents | bench`.
+
+Commands are imported when they run, so that help costs no jax. A mistake of the user's is one
+message and exit code 2; a failure of the run is 1; see `EXIT_CODES` for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxroll.cli.parser import EXIT_CODES, UsageError, parse
+
+__all__ = ["EXIT_CODES", "main"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the result is the exit code.
+
+    Args:
+      argv: the words after `jaxroll`; None: those of this process.
+
+    Example:
+      >>> main(["agents"])  # doctest: +ELLIPSIS
+      ppo ...
+      0
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("JAXROLL_DEBUG", "0") not in ("", "0") or "--traceback" in argv
+    # XLA's remarks about cached programs would land in the middle of the bar.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        if argv[:1] == ["bench"]:
+            return _bench([word for word in argv[1:] if word != "--traceback"])
+        args = parse(argv)
+        if isinstance(args, int):
+            return args
+        command = importlib.import_module(f"jaxroll.cli.{args.module}")
+        return getattr(command, args.function)(args)
+    except UsageError as error:
+        return _fail(2, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _explain(error, debug)
+
+
+def _bench(argv: list[str]) -> int:
+    try:
+        bench = importlib.import_module("jaxroll.bench")
+    except ImportError as error:
+        raise UsageError(
+            f'the benchmarks need {error.name}. Install their peers: pip install "jaxroll[bench]".'
+        ) from error
+    return bench.main(argv)
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """One message for what a user can put right, a traceback for what looks like our fault."""
+    if _is_lost_peer(error):
+        message = str(error).strip().splitlines()[0]
+        print(
+            f"jaxroll: another process of this run is gone ({message}). Start all of them again "
+            "with `jaxroll resume RUN`: the run goes on from its last checkpoint.",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An ordinary exit would wait for the lost peer, and abort.
+        os._exit(EXIT_CODES["a peer process is gone"])
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, ValueError | TypeError | ImportError | LookupError | FileExistsError):
+        if _is_ours(error):
+            return _fail(2, str(error.args[0] if error.args else error))
+    elif isinstance(error, FileNotFoundError) and _is_ours(error):
+        return _fail(2, str(error))
+    if isinstance(error, OSError | ArithmeticError) or _is_checkpoint_error(error):
+        return _fail(1, str(error))
+    if not debug:
+        traceback.print_exception(error)
+    return _fail(1, "this was not expected; see the traceback above")
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"jaxroll: {message}", file=sys.stderr)
+    return code
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a check of jaxroll's raised it, rather than a library in its depths."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).resolve().is_relative_to(_PACKAGE)
+
+
+def _is_checkpoint_error(error: BaseException) -> bool:
+    return any(cls.__module__ == "jaxroll.checkpoints.errors" for cls in type(error).__mro__)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    jax: Any = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return False
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
+    return False

@@ -1,0 +1,64 @@
+"""`jaxroll eval` and `jaxroll plot`: what is done with finished runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from jaxroll.cli.parser import UsageError
+from jaxroll.config import Config
+from jaxroll.reporting._format import format_mean, near_matches
+
+
+def eval_command(args: argparse.Namespace) -> int:
+    """Play whole episodes with a run's newest policy."""
+    config = Config.read(args.run).replace(out=args.run, devices=None)
+    from jaxroll.cli.startup import start
+    from jaxroll.trainer import DistributedTrainer
+
+    start(cache=not args.no_cache)
+    trainer = DistributedTrainer(config)
+    trainer.load()
+    result = trainer.test(args.num_episodes, seed=args.seed, deterministic=not args.stochastic)
+    how = "stochastic" if args.stochastic else "deterministic"
+    rows = [("return", format_mean(result["episode_return"], result["episode_return_std"]))]
+    if "seed_returns" in result:
+        seeds = range(config.seed, config.seed + config.num_seeds)
+        rows += [
+            (f"seed {seed}", f"{mean:.6g}") for seed, mean in zip(seeds, result["seed_returns"])
+        ]
+    rows += [
+        ("length", f"{result['episode_length']:.1f}"),
+        ("episodes", f"{result['num_episodes']} {how}, seed {args.seed}"),
+    ]
+    print(f"{config.agent} on {config.env}, {args.run}")
+    print("\n".join(f"  {name:<8} {text}" for name, text in rows))
+    return 0
+
+
+def plot_command(args: argparse.Namespace) -> int:
+    """Draw columns of runs into a file."""
+    runs = [word for word in args.runs if os.path.exists(word)]
+    names = [word for word in args.runs if not os.path.exists(word)]
+    for name in names:
+        if os.sep in name or not runs:
+            parent = Path(name).parent
+            there = [str(p) for p in parent.iterdir()] if parent.is_dir() else []
+            hint = near_matches(name, there) if there else ""
+            raise UsageError(f"there is no run at {name}. {hint}".strip())
+    from jaxroll.reporting import plot_runs
+
+    default = Path(runs[0]) / "curve.png" if len(runs) == 1 and Path(runs[0]).is_dir() else None
+    out = Path(args.out) if args.out else default or Path("curve.png")
+    plot_runs(
+        runs,
+        names or None,
+        x=args.x,
+        band=None if args.band == "none" else args.band,
+        smooth=args.smooth,
+        title=args.title,
+        out=out,
+    )
+    print(out)
+    return 0

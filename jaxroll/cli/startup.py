@@ -1,0 +1,45 @@
+"""Before the first device is touched: processes, CPU devices, the cache of compiled programs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import jax
+
+from jaxroll import parallel
+
+
+def start(
+    *,
+    devices: int | None = None,
+    cache: bool = True,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Set JAX up.
+
+    Args:
+      devices: on CPU, make so many (in each process).
+      cache: keep compiled programs on disk.
+      coordinator: as for `parallel.initialize`.
+      num_processes: as for `parallel.initialize`.
+      process_id: as for `parallel.initialize`.
+    """
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if cache and not chosen:  # not by JAX_COMPILATION_CACHE_DIR
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if devices is not None:
+        with contextlib.suppress(RuntimeError):  # if a backend runs already, make_mesh counts
+            jax.config.update("jax_num_cpu_devices", devices)
+    if any(x is not None for x in (coordinator, num_processes, process_id)):
+        parallel.initialize(coordinator, num_processes, process_id)
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxroll" / "xla"

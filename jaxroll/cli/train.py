@@ -1,0 +1,184 @@
+"""`jaxroll train` and `jaxroll resume`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll._version import __version__
+from jaxroll.cli.parser import UsageError
+from jaxroll.cli.startup import start
+from jaxroll.config import Config, merge, parse_value
+from jaxroll.reporting._format import format_mean, near_matches
+from jaxroll.trainer import DistributedTrainer
+
+_FLAGS = ("num_train_steps", "seed", "num_seeds", "devices", "reduction", "num_envs", "num_actors")
+
+
+def train_command(args: argparse.Namespace) -> int:
+    """Train, test, and say where everything is."""
+    config = config_of(args)
+    trainer = _prepare(args, config)
+    default = f"runs/{config.agent}-{_file_name(config.env)}-{config.seed}"
+    out = _agree_on(claim_directory, args.out or config.out or default)
+    trainer.config = trainer.config.replace(out=out)
+    return _run(trainer, args)
+
+
+def resume_command(args: argparse.Namespace) -> int:
+    """Go on with a run where its newest checkpoint is."""
+    changes = {name: getattr(args, name) for name in ("num_train_steps", "devices", "reduction")}
+    changes = {name: parse_value(text) for name, text in changes.items() if text is not None}
+    config = Config.read(args.run).set(changes).replace(out=args.run)
+    return _run(_prepare(args, config), args, resume=True)
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The config that a command line describes: the file, then --set, then the other options."""
+    values = {} if args.config is None else Config.read(args.config).to_dict() | {"out": None}
+    changes: dict[str, Any] = {}
+    for name in ("agent", "env"):
+        if getattr(args, name) is not None:
+            changes[name] = getattr(args, name)
+    _check_agent(changes)
+    for item in args.set:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set takes KEY=VALUE, such as learning_rate=1e-3, got {item!r}.")
+        changes[key.strip()] = parse_value(text)
+    for name in _FLAGS:
+        if getattr(args, name) is not None:
+            changes[name] = parse_value(getattr(args, name))
+    return Config.from_dict(merge(values, changes))
+
+
+def claim_directory(wanted: str) -> str:
+    """Make a directory of this name, or of the next free one: no run is ever written over."""
+    base = Path(wanted)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if path.is_dir() and not any(path.iterdir()):
+                return str(path)
+            number += 1
+        else:
+            return str(path)
+
+
+def _check_agent(changes: dict[str, Any]) -> None:
+    from jaxroll.agents import AGENTS
+    from jaxroll.envs import list_envs
+
+    name = changes.get("agent")
+    if name is None or name in AGENTS:
+        return
+    if "env" not in changes and name in list_envs("gymnax"):
+        raise UsageError(f"{name!r} is an environment. Use: jaxroll train ppo {name}")
+    raise UsageError(f"unknown agent {name!r}. {near_matches(name, AGENTS)}")
+
+
+def _prepare(args: argparse.Namespace, config: Config) -> DistributedTrainer:
+    start(
+        devices=config.devices,
+        cache=not args.no_cache,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+    )
+    trainer = DistributedTrainer(config)
+    trainer.make_mesh()  # too few devices are found out before a directory is made
+    return trainer
+
+
+def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = False) -> int:
+    config = trainer.config
+    shown = not args.quiet and jax.process_index() == 0
+    if shown:
+        print(_headline(trainer, resume))
+    progress = "silent" if args.quiet else None
+    _, history = trainer.train(resume=resume, progress=progress, own_process=True)
+    out = trainer.out
+    assert out is not None
+    if history.stopped_by in ("SIGINT", "SIGTERM"):
+        if shown:
+            print(f"stopped by {history.stopped_by}, saved. Go on with: jaxroll resume {out}")
+        return 128 + signal.Signals[history.stopped_by]
+    result = trainer.test()
+    if jax.process_index() == 0:
+        curve = _draw(out, history)
+        if shown:
+            lines = _summary(config, result, history, out, curve)
+            print("\n".join(f"  {name:<8} {text}" for name, text in lines))
+    return 0
+
+
+def _headline(trainer: DistributedTrainer, resume: bool) -> str:
+    config, h = trainer.config, trainer.config.hyperparameters
+    where = f"{jax.device_count() if config.devices is None else config.devices} × "
+    if config.devices is None and jax.process_count() == 1:
+        where = ""
+    several = f", {config.num_seeds} seeds" if config.num_seeds > 1 else ""
+    actors = f", {h['num_actors']} actors" if h["num_actors"] > 1 else ""
+    return (
+        f"jaxroll {__version__}: {config.agent} on {config.env}, {h['num_envs']} environments × "
+        f"{h['num_steps']} steps{actors}, seed {config.seed}{several}, {where}"
+        f"{jax.default_backend()}{', going on in' if resume else ' →'} {config.out}"
+    )
+
+
+def _summary(
+    config: Config, result: dict[str, Any], history: Any, out: Path, curve: Path | None
+) -> list[tuple[str, str]]:
+    score = format_mean(result["episode_return"], result["episode_return_std"])
+    what = f"{result['num_episodes']} deterministic episodes"
+    lines = []
+    if history.stopped_by != "steps":
+        lines.append(("stopped", f"by {history.stopped_by}"))
+    if "seed_returns" in result:
+        what += " of each seed"
+    lines.append(("return", f"{score} over {what}"))
+    if "seed_returns" in result:
+        means = np.asarray(result["seed_returns"])
+        shown = ", ".join(f"{x:.4g}" for x in means[:16]) + (" …" if len(means) > 16 else "")
+        lines.append(("by seed", f"{format_mean(means.mean(), means.std())}: {shown}"))
+    lines.append(("run", str(out)))
+    if curve is not None:
+        lines.append(("curve", str(curve)))
+    return lines
+
+
+def _draw(out: Path, history: Any) -> Path | None:
+    if "episode_return" not in history:  # no episode has ended
+        return None
+    from jaxroll.reporting import plot_runs
+
+    plot_runs(out, "episode_return", out=out / "curve.png")
+    return out / "curve.png"
+
+
+def _agree_on(function: Any, argument: str) -> str:
+    """The result of process 0, on every process."""
+    if jax.process_count() == 1:
+        return function(argument)
+    from jax.experimental import multihost_utils
+
+    data = np.zeros(4096, np.uint8)
+    if jax.process_index() == 0:
+        text = function(argument).encode()
+        data[: len(text)] = np.frombuffer(text, np.uint8)
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data))
+    return bytes(data).rstrip(b"\0").decode()
+
+
+def _file_name(env: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", env).strip("-.") or "env"

@@ -1,0 +1,376 @@
+"""The command line as a user types it: results, messages, exit codes."""
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from jaxroll.agents import AGENTS
+from jaxroll.cli import main
+from jaxroll.cli.parser import COMMANDS
+from jaxroll.config import Config
+
+TINY = [
+    *("--num-envs", "4", "--num-train-steps", "256", "--set", "num_steps=8"),
+    *("--set", "hidden_sizes=[8]", "--set", "num_mini_batch=2", "--set", "num_epochs=1"),
+    *("--set", "log_interval=64", "--set", "num_test_episodes=4"),
+]
+
+
+def read_rows(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if k not in ("fps", "total_time")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "first"
+    assert main(["train", *TINY, "--no-cache", "--quiet", "--out", str(out)]) == 0
+    return out
+
+
+# Help and listings.
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"bench"}))
+def test_every_command_has_help(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: jaxroll {command}")
+
+
+def test_no_command_shows_help_and_is_a_mistake(capsys):
+    assert main([]) == 2
+    assert "exit codes:" in capsys.readouterr().out
+
+
+def test_bench_hands_over_its_arguments(monkeypatch):
+    module = types.ModuleType("jaxroll.bench")
+    module.main = lambda argv: len(argv)
+    monkeypatch.setitem(sys.modules, "jaxroll.bench", module)
+    assert main(["bench", "--quick", "gae"]) == 2
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from jaxroll.cli import main; main(['--help']); main(['train', '--help']);"
+        "heavy = {'jax', 'numpy', 'rich', 'flax', 'matplotlib'} & set(sys.modules);"
+        "sys.exit(len(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+def test_agents_lists_every_hyperparameter_with_its_default_and_help(capsys):
+    assert main(["agents"]) == 0
+    assert set(AGENTS) <= set(capsys.readouterr().out.split())
+    assert main(["agents", "impala"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for h in AGENTS["impala"].hyperparameters().values():
+        default = "none" if h.default is None else h.default
+        assert f"{h.name} {default} {h.help}" in text
+
+
+def test_envs_lists_names_that_can_be_made(capsys):
+    assert main(["envs", "gymnax"]) == 0
+    assert "CartPole-v1" in capsys.readouterr().out.split()
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], 'unknown command .trian.. Did you mean "train"'),
+        (["train", "--num-env", "4"], 'Did you mean "--num-envs"'),
+        (["train", "pp0"], 'unknown agent .pp0.. Did you mean "ppo"'),
+        (["train", "CartPole-v1"], "is an environment. Use: jaxroll train ppo CartPole-v1"),
+        (["train", "ppo", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
+        (["train", "--set", "learning_rate"], "--set takes KEY=VALUE"),
+        (["train", "--set", "learning_rat=1"], 'Did you mean "learning_rate"'),
+        (["train", "--set", "learning_rate=-1"], "learning_rate must be > 0, got -1"),
+        (["train", "--set", "learning_rate=fast"], "learning_rate must be a number"),
+        (["train", "--num-train-steps", "many"], "num_train_steps must be an integer"),
+        (["train", "--set", "num_mini_batch=7"], "num_mini_batch must divide"),
+        (["train", "--devices", "2"], "--num-actors 2"),
+        (["train", "--devices", "16", "--num-actors", "16"], "num_devices must be between"),
+        (["train", "--config", "nowhere.toml"], "no config at nowhere.toml"),
+        (["train", "--process-id", "1"], "together"),
+        (["train", "--set", "env_options.lenght=3"], "lenght"),
+        (["eval", "nowhere"], "no config at nowhere"),
+        (["resume", "nowhere"], "no config at nowhere"),
+        (["plot", "runs/nowhere"], "there is no run at runs/nowhere"),
+        (["agents", "pp"], 'Did you mean "ppo"'),
+        (["envs", "gymnasum"], "Did you mean 'gymnasium'"),
+        (["eval"], "required: RUN"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2_and_writes_nothing(
+    argv, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err)
+    assert err.startswith("jaxroll: ")
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_traceback_is_shown_on_request(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--traceback", "--set", "learning_rate=-1"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setenv("JAXROLL_DEBUG", "1")
+    assert main(["train", "--set", "learning_rate=-1"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+_wild = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 9),
+    st.floats(-10, 10),
+    st.text(st.characters(codec="utf-8"), max_size=6),
+    st.lists(st.integers(-1, 8) | st.text(max_size=2), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
+)
+
+
+@hypothesis_settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(agent=st.sampled_from(sorted(AGENTS)), data=st.data())
+def test_no_hyperparameter_gets_past_our_checks_into_jax(agent, data):
+    from jaxroll.cli import _is_ours
+    from jaxroll.trainer import DistributedTrainer
+
+    names = st.sampled_from(list(AGENTS[agent].hyperparameters()))
+    given = data.draw(st.dictionaries(names, _wild, min_size=1, max_size=2))
+    try:
+        DistributedTrainer({"agent": agent, "hyperparameters": given})
+    except (ValueError, TypeError) as error:
+        if not _is_ours(error):
+            raise
+
+
+# Runs.
+
+
+def test_a_run_has_its_config_metrics_curve_and_checkpoint(run):
+    assert {p.name for p in run.iterdir()} >= {
+        "config.toml",
+        "metrics.jsonl",
+        "curve.png",
+        "checkpoints",
+    }
+    config = Config.read(run)
+    assert (config.agent, config.env, config.num_train_steps) == ("ppo", "CartPole-v1", 256)
+    assert config.hyperparameters["num_envs"] == 4
+    assert [row["step"] for row in read_rows(run)] == [64, 128, 192, 256]
+
+
+def test_the_same_command_gives_the_same_rows_in_a_directory_of_its_own(run, capsys):
+    argv = ["train", *TINY, "--no-cache", "--set", "progress=lines", "--out", str(run)]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    again = run.with_name("first-2")
+    assert str(again) in out
+    assert re.search(r"return +[\d.]+ ± [\d.]+ over 4 deterministic episodes", out)
+    assert read_rows(again) == read_rows(run)
+
+
+def test_a_config_file_reproduces_a_run(run):
+    out = run.with_name("copy")
+    argv = ["train", "--config", str(run / "config.toml"), "--no-cache", "--quiet"]
+    assert main([*argv, "--out", str(out)]) == 0
+    assert read_rows(out) == read_rows(run)
+
+
+def test_quiet_prints_nothing(run, capfd):
+    argv = ["train", "--config", str(run), "--no-cache", "--quiet", "--num-train-steps", "64"]
+    assert main([*argv, "--out", str(run.with_name("quiet"))]) == 0
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_eval_plays_what_was_trained(run, capsys):
+    assert main(["eval", str(run), "--num-episodes", "6", "--no-cache"]) == 0
+    first = capsys.readouterr().out
+    assert re.search(r"episodes +6 deterministic, seed 0", first)
+    assert main(["eval", str(run), "--num-episodes", "6", "--no-cache"]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["eval", str(run), "--num-episodes", "6", "--stochastic", "--no-cache"]) == 0
+    assert "6 stochastic" in capsys.readouterr().out
+
+
+def test_resume_goes_on_to_the_same_end(run, capsys):
+    parts, whole = run.with_name("parts"), run.with_name("whole")
+    common = ["train", "--config", str(run), "--no-cache", "--quiet"]
+    assert main([*common, "--num-train-steps", "128", "--out", str(parts)]) == 0
+    assert main([*common, "--num-train-steps", "384", "--out", str(whole)]) == 0
+    capsys.readouterr()
+    assert main(["resume", str(parts), "--num-train-steps", "384", "--no-cache"]) == 0
+    assert "going on" in capsys.readouterr().out
+    assert read_rows(parts) == read_rows(whole)
+    assert Config.read(parts).num_train_steps == 384
+
+
+def test_plot_draws_runs_and_columns(run, tmp_path, capsys):
+    out = tmp_path / "two.svg"
+    argv = ["plot", str(run), "episode_return", "fps", "--out", str(out), "--band", "none"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert "<svg" in out.read_text()
+    assert main(["plot", str(run), "episode_retrun"]) == 2
+    assert 'Did you mean "episode_return"' in capsys.readouterr().err
+
+
+def test_several_seeds_share_one_file(run, capsys):
+    out = run.with_name("seeds")
+    argv = ["train", "--config", str(run), "--num-seeds", "2", "--no-cache", "--out", str(out)]
+    assert main(argv) == 0
+    assert "of each seed" in capsys.readouterr().out
+    rows = read_rows(out)
+    assert [(row["step"], row["seed"]) for row in rows] == [
+        (step, seed) for step in (64, 128, 192, 256) for seed in (0, 1)
+    ]
+    solo = read_rows(run)
+    member = [row for row in rows if row["seed"] == 0]
+    np.testing.assert_allclose(
+        [row["loss"] for row in member], [row["loss"] for row in solo], rtol=1e-3
+    )
+    assert main(["eval", str(out), "--no-cache"]) == 0
+    assert "seed 1" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_not_finite_is_code_1(run, capsys):
+    argv = ["train", "--config", str(run), "--no-cache", "--set", "learning_rate=1e38"]
+    assert main([*argv, "--set", "max_grad_norm=none", "--out", str(run.with_name("bad"))]) == 1
+    err = capsys.readouterr().err
+    assert "not finite" in err
+    assert "Traceback" not in err
+
+
+# Processes of their own.
+
+
+def environment(tmp_path):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    return kept | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm", "COLUMNS": "120"}
+
+
+def spawn(argv, tmp_path, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxroll", *argv],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        text=True,
+        **options,
+    )
+
+
+def in_terminal(argv, tmp_path):
+    """(exit code, all that was shown) in a pseudo-terminal."""
+    leader, follower = pty.openpty()
+    process = spawn(argv, tmp_path, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        shown += data
+    os.close(leader)
+    return process.wait(), shown.decode()
+
+
+def test_a_terminal_shows_the_bar_then_the_result(tmp_path):
+    code, shown = in_terminal(["train", *TINY], tmp_path)
+    assert code == 0, shown
+    assert "compiling" in shown
+    assert "100%" in shown
+    assert "steps/s" in shown
+    last = shown[shown.index("return   ") :]
+    assert "runs/ppo-CartPole-v1-0" in last
+    assert (tmp_path / "runs" / "ppo-CartPole-v1-0" / "curve.png").exists()
+    assert "Warning" not in shown
+    assert list((tmp_path / "cache" / "jaxroll").rglob("*"))  # compiled programs are kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resume_goes_on(number, tmp_path):
+    argv = ["train", *TINY, "--num-train-steps", "100_000_000", "--out", "run"]
+    process = spawn(argv, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for_rows(tmp_path / "run")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "jaxroll resume run" in out
+    done = read_rows(tmp_path / "run")[-1]["step"]
+    more = spawn(["resume", "run", "--num-train-steps", str(done + 64), "--quiet"], tmp_path)
+    assert more.wait(timeout=300) == 0
+    steps = [row["step"] for row in read_rows(tmp_path / "run")]
+    assert steps == list(range(64, done + 65, 64))
+
+
+@pytest.mark.slow
+def test_two_devices_give_the_rows_of_one(tmp_path):
+    argv = ["train", *TINY, "--num-actors", "2", "--reduction", "exact", "--quiet"]
+    assert spawn([*argv, "--out", "one"], tmp_path).wait(timeout=300) == 0
+    assert spawn([*argv, "--out", "two", "--devices", "2"], tmp_path).wait(timeout=300) == 0
+    assert read_rows(tmp_path / "one") == read_rows(tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_when_a_peer_is_killed_the_other_leaves_with_75(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    argv = ["train", *TINY, "--num-actors", "2", "--num-train-steps", "100_000_000", "--out", "run"]
+    argv += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
+    first, second = (
+        spawn([*argv, str(i)], tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in (0, 1)
+    )
+    try:
+        wait_for_rows(tmp_path / "run")
+        second.kill()
+        killed = time.monotonic()
+        _, err = first.communicate(timeout=60)
+        assert first.returncode == 75, err
+        assert "jaxroll resume" in err
+        assert time.monotonic() - killed < 30
+    finally:
+        first.kill()
+        second.kill()
+
+
+def wait_for_rows(directory, seconds=300):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        file = directory / "metrics.jsonl"
+        if file.exists() and file.read_text().count("\n") >= 2:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no rows in {directory}")
