@@ -17,11 +17,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
+    """Options that add a tier."""
     parser.addoption("--slow", action="store_true", help="also run the slow tier")
     parser.addoption("--long", action="store_true", help="also run the long tier")
 
 
 def pytest_collection_modifyitems(config, items):
+    """Skip the tiers that were not asked for."""
     for tier in ("slow", "long"):
         if not config.getoption(f"--{tier}"):
             skip = pytest.mark.skip(reason=f"tier {tier}: add --{tier}")

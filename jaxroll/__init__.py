@@ -14,116 +14,56 @@ from jaxroll._version import __version__
 if TYPE_CHECKING:
     from jaxroll import (
         agents as agents,
-    )
-    from jaxroll import (
         checkpoints as checkpoints,
-    )
-    from jaxroll import (
         collectors as collectors,
-    )
-    from jaxroll import (
         distributions as distributions,
-    )
-    from jaxroll import (
         envs as envs,
-    )
-    from jaxroll import (
         estimators as estimators,
-    )
-    from jaxroll import (
         learners as learners,
-    )
-    from jaxroll import (
+        loop as loop,
         losses as losses,
-    )
-    from jaxroll import (
         minibatches as minibatches,
-    )
-    from jaxroll import (
         networks as networks,
-    )
-    from jaxroll import (
         normalizers as normalizers,
-    )
-    from jaxroll import (
         parallel as parallel,
-    )
-    from jaxroll import (
         reporting as reporting,
-    )
-    from jaxroll import (
         spaces as spaces,
-    )
-    from jaxroll import (
         storages as storages,
-    )
-    from jaxroll import (
         types as types,
     )
     from jaxroll.agents import (
         A2C as A2C,
-    )
-    from jaxroll.agents import (
         DAAC as DAAC,
-    )
-    from jaxroll.agents import (
         IMPALA as IMPALA,
-    )
-    from jaxroll.agents import (
         PPO as PPO,
-    )
-    from jaxroll.agents import (
         DistributedAgent as DistributedAgent,
-    )
-    from jaxroll.agents import (
         OnPolicyAgent as OnPolicyAgent,
-    )
-    from jaxroll.agents import (
         TrainState as TrainState,
     )
     from jaxroll.collectors import (
         collect as collect,
-    )
-    from jaxroll.collectors import (
         evaluate as evaluate,
-    )
-    from jaxroll.collectors import (
         init_actor as init_actor,
     )
+    from jaxroll.config import Config as Config
     from jaxroll.envs import (
         Env as Env,
-    )
-    from jaxroll.envs import (
         autoreset as autoreset,
-    )
-    from jaxroll.envs import (
+        list_envs as list_envs,
         make_env as make_env,
     )
     from jaxroll.estimators import (
         discounted_returns as discounted_returns,
-    )
-    from jaxroll.estimators import (
         gae as gae,
-    )
-    from jaxroll.estimators import (
         lambda_returns as lambda_returns,
-    )
-    from jaxroll.estimators import (
         n_step_returns as n_step_returns,
-    )
-    from jaxroll.estimators import (
         normalize as normalize,
-    )
-    from jaxroll.estimators import (
         retrace as retrace,
-    )
-    from jaxroll.estimators import (
         vtrace as vtrace,
     )
+    from jaxroll.export import export_policy as export_policy
     from jaxroll.networks import (
         Policy as Policy,
-    )
-    from jaxroll.networks import (
         make_policy as make_policy,
     )
     from jaxroll.reporting import (
@@ -131,29 +71,17 @@ if TYPE_CHECKING:
     )
     from jaxroll.storages import (
         DecoupledRolloutStorage as DecoupledRolloutStorage,
-    )
-    from jaxroll.storages import (
         DistributedStorage as DistributedStorage,
-    )
-    from jaxroll.storages import (
         RolloutStorage as RolloutStorage,
-    )
-    from jaxroll.storages import (
         Storage as Storage,
     )
+    from jaxroll.sweeps import sweep as sweep
+    from jaxroll.trainer import DistributedTrainer as DistributedTrainer
     from jaxroll.types import (
         Minibatch as Minibatch,
-    )
-    from jaxroll.types import (
         PolicyOutput as PolicyOutput,
-    )
-    from jaxroll.types import (
         Targets as Targets,
-    )
-    from jaxroll.types import (
         TimeStep as TimeStep,
-    )
-    from jaxroll.types import (
         Transition as Transition,
     )
 
@@ -162,9 +90,11 @@ __all__ = [
     "DAAC",
     "IMPALA",
     "PPO",
+    "Config",
     "DecoupledRolloutStorage",
     "DistributedAgent",
     "DistributedStorage",
+    "DistributedTrainer",
     "Env",
     "History",
     "Minibatch",
@@ -182,14 +112,17 @@ __all__ = [
     "collect",
     "discounted_returns",
     "evaluate",
+    "export_policy",
     "gae",
     "init_actor",
     "lambda_returns",
+    "list_envs",
     "make_env",
     "make_policy",
     "n_step_returns",
     "normalize",
     "retrace",
+    "sweep",
     "vtrace",
 ]
 
@@ -220,6 +153,7 @@ _ROOMS = {
         "Env",
         "autoreset",
         "make_env",
+        "list_envs",
     ),
     "jaxroll.networks": (
         "Policy",
@@ -239,6 +173,10 @@ _ROOMS = {
         "PPO",
         "TrainState",
     ),
+    "jaxroll.config": ("Config",),
+    "jaxroll.export": ("export_policy",),
+    "jaxroll.sweeps": ("sweep",),
+    "jaxroll.trainer": ("DistributedTrainer",),
     "jaxroll.reporting": ("History",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
@@ -250,6 +188,7 @@ _SUBMODULES = (
     "envs",
     "estimators",
     "learners",
+    "loop",
     "losses",
     "minibatches",
     "networks",

@@ -13,9 +13,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 from jaxroll.agents import AGENTS
 from jaxroll.cli import main

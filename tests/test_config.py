@@ -7,9 +7,7 @@ import traceback
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from jaxroll._toml import toml_key, toml_value
 from jaxroll.agents import AGENTS

@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from jaxroll import distributions as D
-from jaxroll import spaces
+from jaxroll import distributions as D, spaces
 
 KEY = jax.random.key(0)
 

@@ -21,8 +21,7 @@ from jaxroll.checkpoints import Checkpointer, RunLock, load_pytree, save_pytree
 from jaxroll.learners import check_reduction
 from jaxroll.loop.programs import make_program
 from jaxroll.loop.signals import Interrupts
-from jaxroll.reporting import History, Progress, make_loggers
-from jaxroll.reporting import metrics as metrics_lib
+from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
 
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1

@@ -4,8 +4,7 @@ import importlib.util
 
 import pytest
 
-from jaxroll.envs import Source, list_envs, make_env, register_source
-from jaxroll.envs import make as make_module
+from jaxroll.envs import Source, list_envs, make as make_module, make_env, register_source
 
 
 @pytest.fixture(autouse=True)

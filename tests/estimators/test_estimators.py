@@ -18,8 +18,7 @@ from estimator_calls import (
     expected,
     float32,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxroll
 

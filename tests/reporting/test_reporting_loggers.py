@@ -10,8 +10,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxroll.reporting import CsvLogger, History, JsonlLogger, TensorBoardLogger, make_loggers
 

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, strategies as st
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxroll.reporting import Last, Max, Mean, Sum, all_reduce, compute, merge, reduce, zeros_like
 

@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxroll.reporting import History, JsonlLogger, plot_runs
 from jaxroll.reporting.plots import _apart, take_together
