@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from jaxroll import losses
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent
+from jaxroll.learners import adds_over_rows
 from jaxroll.reporting.metrics import Mean
 from jaxroll.types import Array, Minibatch, PyTree
 
@@ -42,6 +43,7 @@ class A2C(OnPolicyAgent):
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
     entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
 
+    @adds_over_rows
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
         """Policy gradient, value loss and entropy of the rollout."""
         step, weights = batch.transition, batch.weights

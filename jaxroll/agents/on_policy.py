@@ -114,6 +114,9 @@ class OnPolicyAgent(DistributedAgent):
         Args:
           params: of the policy; give them to `self.outputs(params, batch)`.
           batch: leaves [N, ...], or [L, N, ...] sequences for a recurrent policy.
+
+        A loss that only adds up rows (with `self.advantages` for what needs them all) is faster on
+        a CPU if it says so: decorate it with `jaxroll.learners.adds_over_rows`.
         """
 
     def outputs(self, params: PyTree, batch: Minibatch) -> PolicyOutput:
@@ -133,6 +136,10 @@ class OnPolicyAgent(DistributedAgent):
         if self.normalize_advantage == "minibatch":
             advantages = estimators.normalize(advantages, batch.weights)
         return jnp.asarray(advantages)
+
+    def _with_advantages(self, batch: Minibatch) -> Minibatch:
+        assert batch.targets is not None
+        return batch.replace(targets=batch.targets.replace(advantages=self.advantages(batch)))
 
     @property
     def collect_options(self) -> dict[str, Any]:
@@ -240,13 +247,19 @@ class OnPolicyAgent(DistributedAgent):
             storages,
             reduction=across["reduction"],
         )
+        split_rows = plans.sequence_length is None and getattr(self.loss, "adds_over_rows", False)
+        learner, prepare = self, None
+        if split_rows:  # a normalisation needs all rows, so it comes before they are split
+            learner, prepare = self.replace(normalize_advantage=None), self._with_advantages
         params, opt_state, (metrics, report) = minibatch_updates(
-            lambda params, batch: self.loss(self.bind(params, shared), batch),
+            lambda params, batch: learner.loss(self.bind(params, shared), batch),
             self.optimizer(self.current_learning_rate(shared)),
             shared.params,
             shared.opt_state,
             storages,
             plans,
+            prepare=prepare,
+            split_rows=split_rows,
             **across,
         )
         metrics = summed(metrics)

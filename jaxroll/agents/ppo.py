@@ -1,8 +1,10 @@
 """Proximal policy optimisation.
 
-Defaults follow the well-tried continuous-control and classic-control settings (Schulman et al.,
-2017; Huang et al., 2022, "The 37 implementation details of PPO"), with the rollout of 64
-environments that a vectorised simulator makes cheap.
+Defaults: epochs, minibatches, clip range, λ, coefficients, Adam's ε and the gradient's norm are
+those of Huang et al., 2022, "The 37 implementation details of PPO". The value is not clipped: a
+range of 0.2 holds back values whose scale is not 1 (Andrychowicz et al., 2021, find no gain in
+it). Rollout and step size are those with which all of 10 seeds kept CartPole-v1 solved after 200 k
+and after 300 k steps; 3e-4 needs longer.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, ClassVar
 from jaxroll import losses
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent
+from jaxroll.learners import adds_over_rows
 from jaxroll.reporting.metrics import Mean
 from jaxroll.types import Array, Minibatch, PyTree
 
@@ -33,13 +36,17 @@ class PPO(OnPolicyAgent):
 
     name: ClassVar[str] = "ppo"
 
+    num_envs: int = static(16, "environments in total, over all actors", ">= 1")
+    num_steps: int = static(64, "steps of each environment per rollout", ">= 1")
+    learning_rate: Array = leaf(1e-3, "step size of the optimiser", "> 0")
     num_epochs: int = static(4, "passes over each rollout", ">= 1")
     num_mini_batch: int = static(4, "minibatches per pass", ">= 1")
     clip_epsilon: Array = leaf(0.2, "how far the policy's ratio may move to gain", "> 0")
-    clip_value: bool = static(True, "clip the value's move by clip_epsilon too")
+    clip_value: bool = static(False, "clip the value's move by clip_epsilon too")
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
     entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
 
+    @adds_over_rows
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
         """Clipped surrogate, value loss and entropy of one minibatch."""
         step, weights = batch.transition, batch.weights

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxroll import collectors, parallel
+from jaxroll.collectors.host import HostCollector
 from jaxroll.reporting import metrics as metrics_lib
 from jaxroll.spaces import zeros
 from jaxroll.types import PyTree, TimeStep
@@ -155,8 +156,8 @@ class DeviceProgram:
 
         It waits: many dispatches under way at once on several CPU devices would deadlock.
         """
-        count = jnp.asarray(count, jnp.int32)
-        carry = _advance(self.agent, carry, count, mesh=self.mesh, reduction=self.reduction)
+        trips = jnp.asarray(count, jnp.int32)
+        carry = _advance(self.agent, carry, trips, mesh=self.mesh, reduction=self.reduction)
         return jax.block_until_ready(carry)
 
     def resume(self, state: PyTree) -> PyTree:
@@ -182,7 +183,7 @@ class HostProgram:
             for _ in range(agent.num_actors):
                 host_env = agent.env.make(agent.envs_per_actor)
                 self.collectors.append(
-                    collectors.HostCollector(host_env, agent.policy, **agent.collect_options)
+                    HostCollector(host_env, agent.policy, **agent.collect_options)
                 )
         except BaseException:
             self.close()

@@ -97,7 +97,8 @@ def train(
         never applied.
       progress: "auto", "bar", "lines" or "silent".
       config: saved with each checkpoint, beside the agent's hyperparameters.
-      own_process: end the process itself at a second signal, or when a first finds nothing to save.
+      own_process: end the process itself at a second signal, when a first finds nothing to save, or
+        when another process of the run is gone (exit code `parallel.PEER_LOST`).
 
     Returns:
       (state, history): `history.stopped_by` says why it ended ("steps", "target_return",
@@ -150,6 +151,8 @@ def train(
         stack.callback(program.close)
         stack.enter_context(shown)
         interrupts = stack.enter_context(Interrupts(own_process=own_process))
+        # Entered last: the rest of the stack would wait for a peer that is gone.
+        stack.enter_context(parallel.peer_guard(own_process=own_process))
         shown.status("compiling")
         began = time.monotonic()
         carry, iteration, elapsed = _begin(run, program, checkpointer, state, resume, params)

@@ -1,0 +1,274 @@
+"""The shell: rows, resume, stops, faults; on agents that are as small as they can be."""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll import PPO, loop, make_env
+from jaxroll.envs import autoreset
+from jaxroll.reporting import History
+from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
+
+QUIET = {"progress": "silent"}
+# One of each thing that a state can hold: moments, carries, a filled ring, two optimisers.
+AGENTS = {
+    "normalised ppo": lambda: small(
+        "ppo", DRIFT, normalize_observations=True, normalize_rewards=True, decay_steps=400
+    ),
+    "recurrent ppo": lambda: small("ppo", DRIFT, network="lstm", sequence_length=4),
+    "daac": lambda: small("daac", DRIFT, decay_steps=300, value_freq=2),
+    "impala": lambda: small("impala", DRIFT, num_storages=12, decay_steps=300),
+    "recurrent impala": lambda: small("impala", DRIFT, network="gru"),
+}
+
+
+@pytest.fixture(scope="module")
+def ppo():
+    return small("ppo", DRIFT)
+
+
+def rows_of(history):
+    """Rows without what a clock says."""
+    return [
+        {k: v for k, v in row.items() if k not in ("fps", "total_time")}
+        for row in history.to_records()
+    ]
+
+
+def same_rows(one, other):
+    assert len(rows_of(one)) == len(rows_of(other))
+    for a, b in zip(rows_of(one), rows_of(other)):
+        assert a.keys() == b.keys()
+        np.testing.assert_equal(a, b)
+    return True
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
+    agent = AGENTS[name]()
+    options = {"log_interval": 64, "seed": 3, **QUIET}
+    whole, history = agent.train(256, checkpoint_dir=tmp_path / "whole", **options)
+    # 100 is no multiple of the interval: the row that it cuts must come out whole in the end.
+    half, _ = agent.train(100, checkpoint_dir=tmp_path / "halves", **options)
+    assert half.shared.iteration < whole.shared.iteration
+    fresh = AGENTS[name]()
+    resumed, continued = fresh.train(
+        256, checkpoint_dir=tmp_path / "halves", resume=True, **options
+    )
+    assert leaves_equal(whole, resumed)
+    assert same_rows(history, continued)
+    written = [History.read(tmp_path / run) for run in ("whole", "halves")]
+    assert same_rows(*written)
+    assert same_rows(written[0], history)
+
+
+def test_rows_come_on_a_fixed_interval_however_iterations_are_grouped(ppo, monkeypatch):
+    def rows(pace):
+        monkeypatch.setattr(loop.training, "_next_pace", lambda *args, **kwargs: pace)
+        return ppo.train(320, log_interval=96, **QUIET)
+
+    one, many = rows(1), rows(100)
+    assert one[1].steps.tolist() == [96, 192, 288, 320]
+    assert same_rows(one[1], many[1])
+    assert leaves_equal(one[0], many[0])
+    row = one[1].to_records()[0]
+    expected = {"loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"}
+    expected |= {"explained_variance", "grad_norm", "episode_return", "episode_length", "step"}
+    expected |= {"episode", "fps", "total_time", "learning_rate"}
+    assert expected <= row.keys()
+
+
+def test_a_given_state_is_where_training_starts_and_is_not_destroyed(ppo):
+    state = init(ppo, jax.random.key(5))
+    before = jax.tree.map(jnp.copy, state)
+    first, _ = ppo.train(64, state=state, **QUIET)
+    assert leaves_equal(before, state)
+    again, _ = ppo.train(64, state=state, **QUIET)
+    assert leaves_equal(first, again)
+    solo, _ = ppo.train(64, seed=5, **QUIET)
+    assert leaves_equal(solo, first)
+    # num_train_steps is the run's total: two more iterations for a state that has done two.
+    onward, _ = ppo.train(128, state=first, **QUIET)
+    assert onward.shared.iteration == 4
+
+
+def test_another_seed_or_learning_rate_compiles_nothing(ppo):
+    ppo.train(64, eval_interval=64, num_eval_episodes=2, **QUIET)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        other = small("ppo", DRIFT, learning_rate=0.1).replace(discount=0.5)
+        other.train(160, seed=4, eval_interval=64, num_eval_episodes=2, **QUIET)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+
+
+def test_stops_say_why(ppo):
+    _, history = ppo.train(10**9, target_return=-100.0, log_interval=64, **QUIET)
+    assert history.stopped_by == "target_return"
+    assert history.steps.tolist() == [64]
+    _, history = ppo.train(10**9, time_budget=1e-3, **QUIET)
+    assert history.stopped_by == "time_budget"
+    events = []
+    _, history = ppo.train(
+        10**9,
+        log_interval=32,
+        callbacks=(c for c in [events.append, lambda e: e.step >= 96]),
+        **QUIET,
+    )
+    assert history.stopped_by == "callback"
+    assert [e.step for e in events] == [32, 64, 96]
+    assert events[0].row["step"] == 32
+    assert events[0].agent is ppo
+    _, history = ppo.train(64, **QUIET)
+    assert history.stopped_by == "steps"
+
+
+def test_evaluations_come_with_their_rows_and_can_stop_the_run(ppo):
+    options = {"log_interval": 32, "eval_interval": 64, "num_eval_episodes": 3}
+    _, history = ppo.train(160, **options, **QUIET)
+    evaluated = np.isfinite(history["eval_episode_return"])
+    assert history.steps[evaluated].tolist() == [64, 128, 160]
+    _, history = ppo.train(10**9, target_return=-1e6, **options, **QUIET)
+    assert history.steps.tolist() == [32, 64]  # the row at 32 has no evaluation
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
+    def press(event):
+        if event.step == 64:
+            os.kill(os.getpid(), signum)
+
+    old = signal.getsignal(signum)
+    state, history = ppo.train(
+        10**9, log_interval=32, checkpoint_dir=tmp_path, callbacks=[press], **QUIET
+    )
+    assert history.stopped_by == signal.Signals(signum).name
+    assert state.shared.iteration == 2
+    assert signal.getsignal(signum) is old
+    assert leaves_equal(ppo.load(tmp_path), state)
+    onward, _ = ppo.train(128, checkpoint_dir=tmp_path, resume=True, log_interval=32, **QUIET)
+    whole, _ = ppo.train(128, log_interval=32, **QUIET)
+    assert leaves_equal(onward, whole)
+
+
+def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp_path):
+    agent = small("ppo", autoreset(Poison(after=10)))
+    with pytest.raises(loop.NonFiniteError, match=r"by step \d+, in .* leaves: .*Lower") as error:
+        agent.train(256, checkpoint_dir=tmp_path, checkpoint_interval=32, log_interval=32, **QUIET)
+    assert "policy_head" in str(error.value)
+    last = agent.load(tmp_path)
+    assert last.shared.iteration == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(last.shared.params))
+    state, history = agent.train(96, nonfinite="skip", log_interval=32, **QUIET)
+    assert history["skipped_updates"].tolist()[0] == 0
+    assert history["skipped_updates"].max() > 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.shared.params))
+
+
+BAD = {
+    "num_train_steps must be at least 1": {"num_train_steps": 0},
+    "resume=True needs the checkpoint_dir": {"resume": True},
+    "give either resume=True or state": {"resume": True, "state": (), "checkpoint_dir": "x"},
+    'nonfinite must be "stop" or "skip"': {"nonfinite": "ignore"},
+    'reduction must be "fast" or "exact"': {"reduction": "sloppy"},
+    "log_interval must be at least 1": {"log_interval": 0},
+    "eval_interval must be at least 1": {"eval_interval": -5},
+    "checkpoint_interval must be at least 1": {"checkpoint_interval": 0},
+    "num_learners is the number of devices": {"num_learners": 2},
+    "num_eval_episodes must be at least 1": {"num_eval_episodes": 0, "eval_interval": 64},
+    "keep_checkpoints must be at least 1": {"keep_checkpoints": 0},
+    "progress must be one of": {"progress": "loud"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_options_are_refused_before_anything_is_written(message, tmp_path, monkeypatch):
+    agent = small("ppo", DRIFT, num_envs=2)
+    options = dict(BAD[message])
+    directory = tmp_path / "run"
+    if message != "resume=True needs the checkpoint_dir":
+        options["checkpoint_dir"] = directory
+    monkeypatch.setattr(loop.training, "make_program", lambda *a: pytest.fail("too late"))
+    with pytest.raises((ValueError, TypeError)) as error:
+        agent.train(**{"num_train_steps": 64, **QUIET, **options})
+    assert message in str(error.value)
+    assert not directory.exists()
+
+
+def test_a_run_is_not_overwritten(ppo, tmp_path):
+    ppo.train(64, checkpoint_dir=tmp_path, **QUIET)
+    with pytest.raises(FileExistsError, match=r"at step 64.*resume=True"):
+        ppo.train(64, checkpoint_dir=tmp_path, **QUIET)
+    state, history = ppo.train(64, checkpoint_dir=tmp_path, resume=True, **QUIET)
+    assert state.shared.iteration == 2  # nothing was left to do
+    assert history.stopped_by == "steps"
+    assert history.steps.tolist() == [64]
+
+
+def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
+    state, _ = ppo.train(64, checkpoint_dir=tmp_path / "run", **QUIET)
+    ppo.save(state, tmp_path / "saved")
+    assert leaves_equal(ppo.load(tmp_path / "saved"), state)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        ppo.save(state, tmp_path / "saved")
+    seen = []
+    for path in ("run", "saved"):
+        agent = ppo.replace(learning_rate=1e-30)  # so that the params stay
+        begun, _ = agent.train(32, init_model_path=tmp_path / path, seed=8, **QUIET)
+        assert begun.shared.iteration == 1
+        seen.append(begun)
+        jax.tree.map(np.testing.assert_array_equal, begun.shared.params, state.shared.params)
+    assert leaves_equal(*seen)
+    wider = small("ppo", DRIFT, hidden_sizes=(16,))
+    with pytest.raises(ValueError, match=r"Dense_0.*\n?.*\[2, 16\]|16") as error:
+        wider.train(32, init_model_path=tmp_path / "saved", **QUIET)
+    assert "8" in str(error.value)
+    with pytest.raises(FileNotFoundError):
+        ppo.train(32, init_model_path=tmp_path / "nowhere", **QUIET)
+
+
+def test_whole_episodes_are_evaluated_and_repeatable(ppo):
+    state = init(ppo, jax.random.key(0))
+    one, two = (ppo.eval(state, 5, seed=1) for _ in range(2))
+    assert one["episode_returns"].shape == (5,)
+    assert one["episode_return"] == pytest.approx(one["episode_returns"].mean())
+    np.testing.assert_array_equal(one["episode_returns"], two["episode_returns"])
+    other = ppo.eval(state, 5, seed=2)
+    assert not np.array_equal(one["episode_returns"], other["episode_returns"])
+
+
+def test_host_environments_train_and_resume(tmp_path):
+    pytest.importorskip("gymnasium")
+    agent = PPO.create(
+        make_env("gymnasium:CartPole-v1"),
+        num_envs=2,
+        num_steps=16,
+        num_mini_batch=2,
+        num_epochs=1,
+        hidden_sizes=(8,),
+    )
+    state, history = agent.train(64, checkpoint_dir=tmp_path, log_interval=32, **QUIET)
+    assert history.steps.tolist() == [32, 64]
+    assert leaves_equal(agent.load(tmp_path), state)
+    again, _ = agent.train(64, log_interval=32, **QUIET)
+    assert leaves_equal(again.shared.params, state.shared.params)
+    onward, history = agent.train(
+        128, checkpoint_dir=tmp_path, resume=True, log_interval=32, **QUIET
+    )
+    assert onward.shared.iteration == 4
+    assert history.steps.tolist() == [32, 64, 96, 128]
+    assert np.isfinite(history["loss"]).all()
+    assert len(agent.eval(onward, 3)["episode_returns"]) == 3
+    with pytest.raises(TypeError, match="runs on the host"):
+        agent.init(jax.random.key(0))
