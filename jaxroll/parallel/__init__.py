@@ -1,18 +1,29 @@
 """Devices and hosts: meshes, one program on all of them, several processes."""
 
 from jaxroll.parallel.mesh import ACTORS, check_mesh, make_mesh, place, shardings
-from jaxroll.parallel.multihost import PEER_LOST, any_process, initialize, local
+from jaxroll.parallel.multihost import (
+    PEER_LOST,
+    PeerLostError,
+    any_process,
+    initialize,
+    is_peer_lost,
+    local,
+    peer_guard,
+)
 from jaxroll.parallel.spmd import on_mesh
 
 __all__ = [
     "ACTORS",
     "PEER_LOST",
+    "PeerLostError",
     "any_process",
     "check_mesh",
     "initialize",
+    "is_peer_lost",
     "local",
     "make_mesh",
     "on_mesh",
+    "peer_guard",
     "place",
     "shardings",
 ]

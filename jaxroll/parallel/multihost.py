@@ -6,6 +6,10 @@ device. Logs and metadata come from process 0, checkpoints are written by all to
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +18,12 @@ import numpy as np
 from jaxroll.types import PyTree
 
 PEER_LOST = 75  # exit code of a process whose peer is gone: EX_TEMPFAIL, restart to go on
+# What a program's own mistakes begin with: no peer has to do with them.
+_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE")
+
+
+class PeerLostError(RuntimeError):
+    """Another process of the run is gone; start all of them again from the last checkpoint."""
 
 
 def initialize(
@@ -59,6 +69,45 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+@contextlib.contextmanager
+def peer_guard(*, own_process: bool = False) -> Iterator[None]:
+    """While entered, the failure of a collective step says that a peer is gone.
+
+    Args:
+      own_process: whether the process is ours to end: it then leaves with `PEER_LOST` at once. An
+        ordinary exit would wait for the lost peer at the runtime's last barrier, and abort.
+
+    Raises:
+      PeerLostError: instead of the runtime's error, where the process is not ours.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or not is_peer_lost(error):
+            raise
+        text = (
+            f"process {jax.process_index()}: another process of this run is gone. Start all of "
+            "them again with resume=True (jaxroll resume RUN): the run goes on from its last "
+            "checkpoint."
+        )
+        if not own_process:
+            raise PeerLostError(text) from error
+        print(f"jaxroll: {text}", file=sys.stderr)
+        with contextlib.suppress(Exception):  # a closed pipe must not keep us
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(PEER_LOST)
+
+
+def is_peer_lost(error: BaseException | None) -> bool:
+    """Whether a runtime error, or what caused it, can be the loss of a peer."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return not str(error).lstrip().startswith(_OWN_FAULTS)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def local(tree: PyTree) -> PyTree:
