@@ -1,0 +1,166 @@
+"""Estimators: GAE and V-trace against rlax, a widely copied scan, and the memory's own speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxroll import estimators
+from jaxroll.bench.harness import Ratio, Row, Settings, check_agreement, measure_kernels
+from jaxroll.types import Array
+
+SHAPES = ((128, 8), (128, 1024), (128, 4096), (1024, 64), (2048, 8), (256, 16384))
+NARROW = ((1024, 64), (2048, 8))  # many steps of few rows: the loop's own cost shows
+DISCOUNT, LAMBDA = 0.99, 0.95
+PUREJAXRL = "purejaxrl form"
+
+
+def gae(settings: Settings) -> list[Row]:
+    """Advantages and returns of every shape."""
+    rows = []
+    functions = gae_contenders()
+    for shape in _shapes(settings):
+        inputs = _rollout(shape)[:4]
+        check_agreement(functions, inputs, [n for n in functions if n != "roofline"])
+        ratios = [
+            Ratio("jaxroll", "rlax", at_most=1.1),
+            Ratio(PUREJAXRL, "jaxroll", at_least=4),
+            Ratio("jaxroll", "roofline", at_most=5 if shape in NARROW else 2.2),
+        ]
+        rows.append(measure_kernels("gae", str(shape), functions, inputs, ratios, settings))
+    return rows
+
+
+def gae_contenders() -> dict[str, Any]:
+    """Functions of (rewards, values, terminated [T, B], last_values [B])."""
+
+    def jaxroll(rewards: Array, values: Array, terminated: Array, last_values: Array) -> Any:
+        targets = estimators.gae(
+            rewards, values, last_values, terminated, None, None, DISCOUNT, LAMBDA
+        )
+        return targets.advantages, targets.returns
+
+    def purejaxrl(rewards: Array, values: Array, terminated: Array, last_values: Array) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            gae, next_value = carry
+            reward, value, done = row
+            delta = reward + DISCOUNT * next_value * (1 - done) - value
+            gae = delta + DISCOUNT * LAMBDA * (1 - done) * gae
+            return (gae, value), gae
+
+        _, advantages = lax.scan(
+            step,
+            (jnp.zeros_like(last_values), last_values),
+            (rewards, values, terminated),
+            reverse=True,
+            unroll=16,
+        )
+        return advantages, advantages + values
+
+    def roofline(rewards: Array, values: Array, terminated: Array, last_values: Array) -> Any:
+        advantages = rewards + DISCOUNT * jnp.where(terminated, 0, values)
+        return advantages, advantages + values
+
+    functions = {"jaxroll": jaxroll, PUREJAXRL: purejaxrl, "roofline": roofline}
+    try:
+        import rlax
+    except ImportError:
+        return functions
+
+    def by_rlax(rewards: Array, values: Array, terminated: Array, last_values: Array) -> Any:
+        discounts = DISCOUNT * (1 - terminated)
+        extended = jnp.concatenate([values, last_values[None]])
+        advantages = jax.vmap(
+            rlax.truncated_generalized_advantage_estimation, in_axes=(1, 1, None, 1), out_axes=1
+        )(rewards, discounts, LAMBDA, extended)
+        return advantages, advantages + values
+
+    return {**functions, "rlax": by_rlax}
+
+
+def vtrace(settings: Settings) -> list[Row]:
+    """Targets and policy-gradient advantages, all thresholds 1 and general ones."""
+    rows = []
+    for name, thresholds in (
+        ("all ones", {"clip_rho": 1.0, "clip_pg_rho": 1.0, "trace_lambda": 1.0}),
+        ("general", {"clip_rho": 2.0, "clip_pg_rho": 1.5, "trace_lambda": 0.95}),
+    ):
+        functions = vtrace_contenders(**thresholds)
+        for shape in _shapes(settings):
+            inputs = _rollout(shape)
+            check_agreement(functions, inputs, [n for n in functions if n != "roofline"])
+            wide = shape[1] >= 1024
+            ratios = [
+                Ratio("rlax", "jaxroll", at_least=4 if wide else 1.2),
+                Ratio("jaxroll", "roofline"),
+            ]
+            case = f"{shape} {name}"
+            rows.append(measure_kernels("vtrace", case, functions, inputs, ratios, settings))
+    return rows
+
+
+def vtrace_contenders(
+    *, clip_rho: float, clip_pg_rho: float, trace_lambda: float
+) -> dict[str, Any]:
+    """Functions of (rewards, values, terminated [T, B], last_values [B], log_rhos [T, B])."""
+
+    def jaxroll(
+        rewards: Array, values: Array, terminated: Array, last_values: Array, log_rhos: Array
+    ) -> Any:
+        targets = estimators.vtrace(
+            log_rhos,
+            rewards,
+            values,
+            last_values,
+            terminated,
+            None,
+            None,
+            DISCOUNT,
+            clip_rho=clip_rho,
+            clip_pg_rho=clip_pg_rho,
+            trace_lambda=trace_lambda,
+        )
+        return targets.advantages, targets.returns
+
+    def roofline(
+        rewards: Array, values: Array, terminated: Array, last_values: Array, log_rhos: Array
+    ) -> Any:
+        advantages = rewards + jnp.exp(log_rhos) * jnp.where(terminated, 0, values)
+        return advantages, advantages + values
+
+    functions = {"jaxroll": jaxroll, "roofline": roofline}
+    try:
+        import rlax
+    except ImportError:
+        return functions
+
+    def by_rlax(
+        rewards: Array, values: Array, terminated: Array, last_values: Array, log_rhos: Array
+    ) -> Any:
+        following = jnp.concatenate([values[1:], last_values[None]])
+        found = jax.vmap(
+            lambda *rows: rlax.vtrace_td_error_and_advantage(
+                *rows, trace_lambda, clip_rho, clip_pg_rho
+            ),
+            in_axes=1,
+            out_axes=1,
+        )(values, following, rewards, DISCOUNT * (1 - terminated), jnp.exp(log_rhos))
+        return found.pg_advantage, found.errors + values
+
+    return {**functions, "rlax": by_rlax}
+
+
+def _shapes(settings: Settings) -> tuple[tuple[int, int], ...]:
+    return SHAPES[:1] if settings.quick else SHAPES
+
+
+def _rollout(shape: tuple[int, int]) -> tuple[Array, ...]:
+    """(rewards, values, terminated, last_values, log_rhos)."""
+    rng = np.random.default_rng(0)
+    normal = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)  # noqa: E731
+    terminated = jnp.asarray(rng.random(shape) < 0.05)
+    return normal(*shape), normal(*shape), terminated, normal(shape[1]), 0.3 * normal(*shape)
