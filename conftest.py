@@ -30,3 +30,9 @@ def pytest_collection_modifyitems(config, items):
             for item in items:
                 if tier in item.keywords:
                     item.add_marker(skip)
+
+
+def pytest_ignore_collect(collection_path):
+    """Helper modules and scripts beside the tests are no tests, and no doctests."""
+    inside = "tests" in collection_path.parts and collection_path.suffix == ".py"
+    return True if inside and not collection_path.name.startswith("test_") else None
