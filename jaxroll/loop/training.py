@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll import collectors, parallel
-from jaxroll.checkpoints import Checkpointer, RunLock, load_pytree, save_pytree
+from jaxroll.checkpoints import (
+    Checkpointer,
+    CheckpointWarning,
+    RunLock,
+    load_pytree,
+    save_pytree,
+)
 from jaxroll.learners import check_reduction
+from jaxroll.loop.options import (
+    as_callbacks,
+    as_loggers,
+    check_options,
+    check_resumable,
+    has_steps,
+)
 from jaxroll.loop.programs import make_program
 from jaxroll.loop.signals import Interrupts
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
@@ -104,16 +118,9 @@ def train(
       (state, history): `history.stopped_by` says why it ended ("steps", "target_return",
       "time_budget", "callback", "SIGINT", "SIGTERM").
     """
+    given = dict(locals())  # before there are other names
     check_reduction(reduction)
-    _check_options(num_train_steps, resume, checkpoint_dir, nonfinite, state)
-    if progress not in (modes := ("auto", "bar", "lines", "silent")):
-        raise ValueError(f"progress must be one of {modes}, got {progress!r}.")
-    for name, number in (
-        ("num_eval_episodes", num_eval_episodes),
-        ("keep_checkpoints", keep_checkpoints),
-    ):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
+    check_options(agent, given)
     if mesh is not None:
         parallel.check_mesh(mesh, agent.num_actors, num_learners)
     elif num_learners not in (None, 1):
@@ -121,7 +128,8 @@ def train(
             f"num_learners is the number of devices that learn, 1 without a mesh; got "
             f"{num_learners}. Give mesh=jaxroll.parallel.make_mesh({num_learners})."
         )
-    callbacks = tuple(callbacks)  # an iterator would be used up by the first row
+    callbacks = as_callbacks(callbacks)
+    loggers = as_loggers(loggers, checkpoint_dir)
     is_primary = jax.process_index() == 0
     run = _Run(agent, seed, mesh, reduction, log_interval, eval_interval, checkpoint_interval)
     shown = Progress(
@@ -137,6 +145,8 @@ def train(
         checkpointer = None
         if checkpoint_dir is not None:
             checkpoint_dir = Path(checkpoint_dir)
+            if resume:
+                check_resumable(checkpoint_dir)
             if is_primary:
                 stack.enter_context(RunLock(checkpoint_dir))
             steps = checkpoint_dir / "checkpoints"
@@ -163,7 +173,7 @@ def train(
             kept = run.steps(iteration) if whole else run.steps(iteration) - 1
             kept = kept if resume and iteration else -1
             logger = make_loggers(loggers, checkpoint_dir, resume_from_step=kept)
-            stack.callback(logger.close)
+            stack.callback(_unless_full, logger.close)
         if resume and checkpoint_dir is not None and is_primary:
             for row in History.read(checkpoint_dir / "metrics.jsonl"):
                 history.append(row)
@@ -193,7 +203,7 @@ def train(
             step = run.steps(iteration)
             stop = None
             at_end = iteration == total
-            _check_finite(carry, step, agent, nonfinite)
+            _check_finite(carry, step, nonfinite, checkpointer)
             if run.is_log(iteration) or at_end:
                 row = _row(carry, agent, step, elapsed + now - began)
                 row["fps"] = (step - last_row_step) / max(now - last_row_time, 1e-9)
@@ -210,7 +220,8 @@ def train(
                 for tidy in _tidy_rows(row, members):
                     history.append(tidy)
                     if logger is not None:
-                        logger(tidy)
+                        for one in logger.loggers:
+                            _unless_full(one, tidy)
                 reached = row.get("eval_episode_return" if eval_interval else "episode_return")
                 if target_return is not None and reached is not None:
                     stop = "target_return" if np.mean(reached) >= target_return else None
@@ -289,21 +300,17 @@ class _Run:
         return min(n - iteration % n for n in every)
 
 
-def _check_options(
-    num_train_steps: int,
-    resume: bool,
-    checkpoint_dir: Any,
-    nonfinite: str,
-    state: Any,
-) -> None:
-    if num_train_steps < 1:
-        raise ValueError(f"num_train_steps must be at least 1, got {num_train_steps}.")
-    if resume and checkpoint_dir is None:
-        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
-    if resume and state is not None:
-        raise ValueError("give either resume=True or state, not both.")
-    if nonfinite not in ("stop", "skip"):
-        raise ValueError(f'nonfinite must be "stop" or "skip", got {nonfinite!r}.')
+def _unless_full(action: Callable[..., Any], *args: Any) -> None:
+    """A row that a full disk does not take is no reason to end a run."""
+    try:
+        action(*args)
+    except OSError as error:
+        warnings.warn(
+            f"a row of metrics could not be written: {error}. The program goes on; what a file "
+            "still holds back is written with the next row.",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
 
 def _begin(
@@ -323,7 +330,7 @@ def _begin(
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
     carry = program.start(fresh)
-    if not resume or checkpointer is None or not checkpointer.steps():
+    if not resume or checkpointer is None or not has_steps(checkpointer):
         return carry, _iteration(fresh), 0.0
     _, carry, metadata = checkpointer.restore(carry, shardings=program.shardings(carry))
     carry = {**carry, "state": program.resume(carry["state"])}
@@ -358,7 +365,7 @@ def _next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: _Run)
     return max(1, min(wanted, 4 * pace))
 
 
-def _check_finite(carry: Any, step: int, agent: Any, nonfinite: str) -> None:
+def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpointer | None) -> None:
     counts = np.asarray(jax.device_get(carry["metrics"]["nonfinite"].total))
     counts = counts.reshape(-1, counts.shape[-1]).sum(0)  # over the members of a sweep
     if nonfinite == "stop" and counts.any():
@@ -368,10 +375,15 @@ def _check_finite(carry: Any, step: int, agent: Any, nonfinite: str) -> None:
         ]
         bad = [name for name, count in zip(names, counts) if count]
         shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+        kept = "nothing was saved before it: set checkpoint_dir and checkpoint_interval"
+        if checkpointer is not None:
+            checkpointer.wait()
+            if (last := checkpointer.latest_step()) is not None:
+                kept = f"the last checkpoint, of step {last}, is finite"
         raise NonFiniteError(
             f"the gradient was not finite by step {step}, in {len(bad)} of {len(names)} leaves: "
-            f"{shown}. It was not applied, and the last checkpoint is finite. Lower the learning "
-            'rate, look for NaN in observations and rewards, or use nonfinite="skip".'
+            f"{shown}. It was not applied; {kept}. Lower the learning rate, look for NaN in "
+            'observations and rewards, or use nonfinite="skip".'
         )
 
 

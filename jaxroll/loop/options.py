@@ -1,0 +1,153 @@
+"""What `train` can be asked for: mistakes are found before anything is compiled or written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxroll.checkpoints import Checkpointer, NoCheckpointError, manifest
+from jaxroll.reporting import make_loggers
+
+_RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
+
+
+def check_options(agent: Any, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` or `TypeError` for an option of `train` that makes no sense.
+
+    Args:
+      agent: what is to be trained.
+      options: the arguments of `train` by name.
+    """
+    for name in ("num_train_steps", "log_interval", "num_eval_episodes", "keep_checkpoints"):
+        _check_count(name, options[name])
+    for name in ("eval_interval", "checkpoint_interval"):
+        if options[name] is not None:
+            _check_count(name, options[name])
+    seed = options["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"seed must be an integer, got {seed!r}.")
+    if not 0 <= seed < 2**32:  # beyond it, keys would repeat
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}.")
+    for name, choices in (
+        ("nonfinite", ("stop", "skip")),
+        ("progress", ("auto", "bar", "lines", "silent")),
+    ):
+        if options[name] not in choices:
+            shown = " or ".join(f'"{c}"' for c in choices)
+            rule = shown if len(choices) == 2 else f"one of {choices}"
+            raise ValueError(f"{name} must be {rule}, got {options[name]!r}.")
+    for name in ("target_return", "time_budget"):
+        if options[name] is not None:
+            _check_number(name, options[name])
+    for name in ("checkpoint_dir", "init_model_path"):
+        if not isinstance(options[name], str | os.PathLike | None):
+            raise TypeError(f"{name} must be a path, got {options[name]!r}.")
+    mesh, state, config = (options[name] for name in ("mesh", "state", "config"))
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(
+            f"mesh must be a mesh, got {mesh!r}. Use mesh=jaxroll.parallel.make_mesh(8)."
+        )
+    if options["resume"] and options["checkpoint_dir"] is None:
+        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
+    if options["resume"] and state is not None:
+        raise ValueError("give either resume=True or state, not both.")
+    if state is not None and not (hasattr(state, "shared") and hasattr(state, "actors")):
+        raise TypeError(
+            f"state must be a TrainState, as agent.init, train and load give it; got a "
+            f"{type(state).__name__}. For params alone use init_model_path."
+        )
+    if config is not None:  # not hours later, by the first save
+        manifest.to_json("config", config)
+    _check_eval_env(agent, options["eval_env"])
+
+
+def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
+    """The callbacks, of an iterable that may be used up by looking at it once."""
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of functions, got {callbacks!r}.")
+    functions = tuple(callbacks)
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"a callback is a function of an Event, got {function!r}.")
+    return functions
+
+
+def as_loggers(loggers: Any, directory: Any) -> list[Any]:
+    """Names and functions; a wrong name, or one whose package is missing, raises now."""
+    if isinstance(loggers, str):
+        loggers = loggers.split(",")
+    elif callable(loggers):
+        loggers = [loggers]
+    elif not isinstance(loggers, Iterable):
+        raise TypeError(f"loggers must be names and functions of a row, got {loggers!r}.")
+    loggers = [x.strip() if isinstance(x, str) else x for x in loggers]
+    loggers = [x for x in loggers if not isinstance(x, str) or x]
+    if directory is None:
+        make_loggers(loggers)
+        return loggers
+    # The run's own files open only where it goes on, which is known after compiling. A user's
+    # functions are not tried: they may have a close.
+    tried = [x for x in loggers if isinstance(x, str) or not callable(x)]
+    with tempfile.TemporaryDirectory() as scratch:
+        make_loggers(tried, scratch).close()
+    return loggers
+
+
+def check_resumable(directory: Path) -> None:
+    """Raise if a directory holds things but no run; a new one may be gone on with from step 0.
+
+    So a script that always says resume=True does the right thing from its first start on, and a
+    run that was killed before its first checkpoint starts over; but a wrong path is not taken.
+    """
+    if not directory.is_dir() or any((directory / name).exists() for name in _RUN_FILES):
+        return
+    found = sorted(path.name for path in directory.iterdir())
+    if found:
+        shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+        raise NoCheckpointError(
+            f"{directory} holds no checkpoint to resume from, but {shown}. Give the directory of "
+            "a run."
+        )
+
+
+def has_steps(checkpointer: Checkpointer) -> bool:
+    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
+    named = checkpointer.directory.glob("*")  # a kill before the first leaves other names
+    return bool(checkpointer.steps()) or any(path.name.isdigit() for path in named)
+
+
+def _check_count(name: str, value: Any) -> None:
+    _check_number(name, value, at_least_one=True)
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {value}.")
+    if value != int(value):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
+def _check_number(name: str, value: Any, *, at_least_one: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if value != value:
+        raise ValueError(f"{name} must be a number, got nan.")
+    if at_least_one and value < 1:
+        unit = " environment step" if name.endswith("interval") else ""
+        raise ValueError(f"{name} must be at least 1{unit}, got {value}.")
+
+
+def _check_eval_env(agent: Any, env: Any) -> None:
+    if env is None:
+        return
+    for name in ("observation_space", "action_space"):
+        if not hasattr(env, name):
+            raise TypeError(
+                f"eval_env must be an environment, got {env!r}. Use eval_env=jaxroll.make_env(…)."
+            )
+        wanted, got = getattr(agent.env, name), getattr(env, name)
+        if wanted != got:
+            raise ValueError(f"eval_env must have the agent's {name}, {wanted}; got {got}.")
