@@ -23,7 +23,7 @@ def host(settings: Settings) -> list[Row]:
     except ImportError:
         return [Row("host", "CartPole", notes=["gymnasium is not installed: skipped"])]
     num_envs, num_steps = (4, 8) if settings.quick else (64, 128)
-    vectorised = {"vectorization_mode": "vector_entry_point"}
+    vectorised: dict[str, Any] = {"vectorization_mode": "vector_entry_point"}
     spec = jaxroll.make_env("gymnasium:CartPole-v1", **vectorised)
     envs = spec.make(num_envs)
     bare = gymnasium.make_vec("CartPole-v1", num_envs, **vectorised)

@@ -144,7 +144,10 @@ def vtrace_contenders(
         following = jnp.concatenate([values[1:], last_values[None]])
         found = jax.vmap(
             lambda *rows: rlax.vtrace_td_error_and_advantage(
-                *rows, trace_lambda, clip_rho, clip_pg_rho
+                *rows,
+                lambda_=trace_lambda,
+                clip_rho_threshold=clip_rho,
+                clip_pg_rho_threshold=clip_pg_rho,
             ),
             in_axes=1,
             out_axes=1,

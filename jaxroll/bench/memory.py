@@ -123,14 +123,14 @@ def _add_from_python(
 
 def minibatches(settings: Settings) -> list[Row]:
     """One epoch: shuffle, split, and read every minibatch once."""
-    cases = [
+    cases: list[Any] = [
         ("4 floats", (128, 64), (4,), np.float32),
         ("4 floats", (128, 2048), (4,), np.float32),
         ("84×84×4 uint8", (128, 8), PIXELS, np.uint8),
     ]
     if settings.quick:
         cases = [("4 floats", (8, 4), (4,), np.float32)]
-    return [_epoch(*case, settings) for case in cases]
+    return [_epoch(what, shape, obs, dtype, settings) for what, shape, obs, dtype in cases]
 
 
 def _epoch(
