@@ -25,7 +25,7 @@ def main():
     )
     trainer.train()
     print("return over 32 episodes:", trainer.test(32)["episode_return"])
-    if args.out:
+    if trainer.out:
         print("written:", ", ".join(sorted(path.name for path in trainer.out.iterdir())))
 
 
