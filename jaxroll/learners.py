@@ -49,12 +49,43 @@ def map_actors(function: Callable[..., Any], *trees: PyTree, reduction: Reductio
     """
     count = jax.tree.leaves(trees)[0].shape[0]
     if reduction == "exact":
-        return jax.lax.map(lambda xs: function(*xs), trees)
+        return _one_by_one(function, trees)
     if count == 1:  # no batch axis, so that slices stay slices and matrices stay matrices
         out = function(*jax.tree.map(lambda x: x[0], trees))
         # Numpy stays numpy: what is known while tracing stays known.
         return jax.tree.map(lambda x: x[None], out)
     return jax.vmap(function)(*trees)
+
+
+def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
+    """`function` of each actor, by the same machine code however many there are here.
+
+    Out of several actors a loop slices one, and the slice becomes part of what follows. Where there
+    is only one, a compiler would drop loop and slice, and add in another order. So a single actor
+    is put beside a copy that is never visited, and only the data say how many turns there are.
+    """
+    leaves = jax.tree.leaves(trees)
+    count = leaves[0].shape[0]
+    first = next(x for x in leaves if x.size)
+    if jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
+        first = jax.random.key_data(first)
+    turns = jnp.where((first.ravel()[0].astype(jnp.int32) | 1) != 0, count, 0)
+    if count == 1:
+        trees = jax.tree.map(lambda x: jnp.concatenate([x, x]), trees)
+
+    def at(i: Any) -> Any:
+        return function(
+            *jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), trees)
+        )
+
+    def turn(i: Any, out: Any) -> Any:
+        put = jax.lax.dynamic_update_index_in_dim
+        return jax.tree.map(lambda xs, x: put(xs, x, i, 0), out, at(i))
+
+    shapes = jax.eval_shape(at, 0)
+    start = jax.tree.map(lambda x: jnp.zeros((max(count, 2), *x.shape), x.dtype), shapes)
+    out = jax.lax.fori_loop(0, turns, turn, start)
+    return jax.tree.map(lambda x: x[:count], out)
 
 
 def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "fast") -> PyTree:
@@ -160,7 +191,7 @@ def gradient(
         return jax.lax.scan(add, start, chunks)[0]
 
     if reduction == "exact":
-        stacked = jax.lax.map(one, batches)
+        stacked = map_actors(one, batches, reduction=reduction)
         summed, (weight, metrics) = sum_actors(stacked, axis_name=axis_name, reduction=reduction)
     else:
         if rows is not None:
