@@ -99,7 +99,7 @@ def names() -> list[str]:
     """All names of envpool."""
     import envpool
 
-    return sorted(envpool.list_all_envs()  # pyright: ignore[reportAttributeAccessIssue])
+    return sorted(envpool.list_all_envs())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 SOURCE = Source("envpool", package="envpool", extra="envpool", make=make, names=names)
