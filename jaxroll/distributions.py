@@ -109,7 +109,9 @@ class Categorical(Distribution):
 
     def probs(self) -> Array:
         """[..., n] probability of each choice."""
-        return jax.nn.softmax(self.logits)
+        # Not softmax: a compiler may turn the division by a row's sum, or not, into a product with
+        # the inverse, and decides another way on one device than on several.
+        return jnp.exp(self.log_probs())
 
     def noise(self, key: jax.Array, prefix: tuple[int, ...] = ()) -> Array:
         """[*prefix, *batch]: one number per row; uniform, or logistic for two choices."""

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxroll.sums import total
 from jaxroll.types import Array, Node, PyTree
 
 WeightedSum = tuple[Array, Array]  # (Σ w·ℓ, Σ w)
@@ -55,13 +56,13 @@ def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     """
     losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
     if weights is None:
-        return jnp.sum(losses), jnp.asarray(losses.size, losses.dtype)
+        return total(losses), jnp.asarray(losses.size, losses.dtype)
     if weights.shape != losses.shape:
         raise ValueError(
             f"weights must have the shape of the losses, {losses.shape}, got {weights.shape}."
         )
     scale = jnp.asarray(weights, losses.dtype)
-    return jnp.sum(jnp.where(scale != 0, scale * losses, 0)), jnp.sum(scale)
+    return total(jnp.where(scale != 0, scale * losses, 0)), total(scale)
 
 
 def clipped_policy_loss(
