@@ -1,0 +1,143 @@
+"""Several processes on one machine: as one process, saved and resumed anywhere, a peer killed."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxroll import parallel
+from jaxroll.reporting import History
+from tests.agents.agent_toys import leaves_equal
+from tests.parallel.spread_agents import AGENTS
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "parallel" / "process_worker.py"
+PATIENCE = 300  # seconds for a whole run on a busy machine
+CLOCKS = ("fps", "total_time")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """What one process compiled, the next one like it need not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+        yield
+
+
+def start(**options):
+    """One process of a run."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), json.dumps(options)],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_all(num_processes, die=None, **options):
+    """The processes of a run, loopback only; `die` is (which process, after which iteration)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        start(
+            **options,
+            coordinator=f"127.0.0.1:{port}",
+            num_processes=num_processes,
+            process_id=i,
+            die_at=die[1] if die and die[0] == i else None,
+        )
+        for i in range(num_processes)
+    ]
+
+
+def finish(processes):
+    """Wait for all; each must end well."""
+    try:
+        for process in processes:
+            output = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def same_run(one, other, agent="ppo"):
+    """Whether two runs ended in the same state, bit by bit, and wrote the same rows."""
+    make = AGENTS[agent]
+    assert leaves_equal(make().load(one), make().load(other))
+    rows = [
+        [{k: v for k, v in row.items() if k not in CLOCKS} for row in History.read(d).to_records()]
+        for d in (one / "metrics.jsonl", other / "metrics.jsonl")
+    ]
+    assert rows[0]
+    np.testing.assert_equal(rows[0], rows[1])
+    return True
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """One process with four devices, twelve iterations."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    finish([start(devices=4, dir=str(path))])
+    return path
+
+
+def test_two_processes_are_one_bit_by_bit(undisturbed, tmp_path):
+    finish(start_all(2, devices=2, dir=str(tmp_path / "two")))
+    assert same_run(tmp_path / "two", undisturbed)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_run_of_two_processes_resumes_on_one(devices, undisturbed, tmp_path):
+    run = tmp_path / "moved"
+    finish(start_all(2, devices=2, dir=str(run), iterations=6))
+    finish([start(devices=devices, dir=str(run), resume=True)])
+    assert same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_process_is_killed_the_other_leaves_and_all_can_start_again(
+    victim, undisturbed, tmp_path
+):
+    run = tmp_path / "killed"
+    processes = start_all(2, devices=2, dir=str(run), die=(victim, 7))
+    try:
+        dead, survivor = processes[victim], processes[1 - victim]
+        assert dead.wait(timeout=PATIENCE) == -signal.SIGKILL
+        killed = time.monotonic()
+        _, errors = survivor.communicate(timeout=15)
+        print(f"the survivor left after {time.monotonic() - killed:.1f} s")
+    finally:
+        for process in processes:
+            process.kill()
+    assert survivor.returncode == parallel.PEER_LOST, errors
+    assert "another process of this run is gone" in errors
+    assert "resume" in errors
+    finish(start_all(2, devices=2, dir=str(run), resume=True))
+    assert same_run(run, undisturbed)
+
+
+def test_a_process_that_is_not_ours_to_end_gets_an_error(tmp_path):
+    processes = start_all(2, devices=1, dir=str(tmp_path / "run"), die=(1, 3), own_process=False)
+    try:
+        assert processes[1].wait(timeout=PATIENCE) == -signal.SIGKILL
+        _, errors = processes[0].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode != 0
+    assert "PeerLostError" in errors
