@@ -56,8 +56,15 @@ def test_it_has_one_cell_for_the_budget(notebook):
     assert len(tagged) == 1
 
 
+# Eight CPU devices in a kernel of their own take minutes on a small machine.
+RUNS = [
+    pytest.param(path, marks=pytest.mark.long) if path.name.startswith("04_") else path
+    for path in NOTEBOOKS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

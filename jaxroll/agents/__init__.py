@@ -3,6 +3,7 @@
 from jaxroll.agents.a2c import A2C
 from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
 from jaxroll.agents.daac import DAAC
+from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.impala import IMPALA
 from jaxroll.agents.on_policy import OnPolicyAgent
 from jaxroll.agents.ppo import PPO
@@ -20,4 +21,6 @@ __all__ = [
     "OnPolicyAgent",
     "Shared",
     "TrainState",
+    "leaf",
+    "static",
 ]
