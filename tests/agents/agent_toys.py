@@ -85,7 +85,7 @@ class AnySpaces:
         obs = self.observation_space.sample(key)
         if isinstance(obs, dict) and "action_mask" in obs:
             # Action 0 is never allowed, action 1 always.
-            mask = obs["action_mask"].at[0].set(0).at[1].set(1)
+            mask = obs["action_mask"].at[0].set(False).at[1].set(True)
             obs = {**obs, "action_mask": mask}
         return obs
 

@@ -1,0 +1,69 @@
+"""Agents learn: three seeds in the slow tier, ten in the long one, which keeps the numbers."""
+
+import numpy as np
+import pytest
+
+from jaxroll import PPO, make_env
+from tests.agents.learning_tasks import CHANCE, NUM_EPISODES, TASKS, learn
+
+
+def shown(returns):
+    return " ".join(f"{x:.4g}" for x in np.sort(returns))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_three_of_three_seeds_learn(name, record_property):
+    returns = learn(TASKS[name], 3)
+    record_property("returns", shown(returns))
+    assert (returns >= TASKS[name].threshold).all(), shown(returns)
+
+
+@pytest.mark.slow
+def test_a_policy_without_memory_stays_at_chance(record_property):
+    returns = learn(CHANCE, 3)
+    record_property("returns", shown(returns))
+    assert (np.abs(returns) < CHANCE.threshold).all(), shown(returns)
+
+
+@pytest.mark.slow
+def test_ppo_learns_on_the_host(record_property):
+    pytest.importorskip("gymnasium")
+    agent = PPO.create(make_env("gymnasium:CartPole-v1"))
+    state, _ = agent.train(300_000, seed=0, progress="silent")
+    result = agent.eval(state, NUM_EPISODES)["episode_return"]
+    record_property("returns", f"{result:.4g}")
+    assert result >= 475
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TASKS)
+def test_nine_of_ten_seeds_learn(name, record_property):
+    returns = learn(TASKS[name], 10)
+    record_property("returns", shown(returns))
+    assert (returns >= TASKS[name].threshold).sum() >= 9, shown(returns)
+
+
+@pytest.mark.long
+def test_ppo_on_breakout_keeps_its_curve(record_property, tmp_path):
+    agent = PPO.create(
+        make_env("Breakout-MinAtar"),
+        num_envs=64,
+        num_steps=128,
+        num_epochs=4,
+        num_mini_batch=8,
+        learning_rate=5e-3,
+        decay_steps=5_000_000,
+    )
+    record_property(
+        "command",
+        "python -m jaxroll train ppo Breakout-MinAtar --steps 5000000 "
+        "--num-envs 64 --num-steps 128 --num-mini-batch 8 --learning-rate 5e-3 "
+        "--decay-steps 5000000",
+    )
+    state, history = agent.train(5_000_000, log_interval=500_000, progress="silent")
+    pairs = zip(history.steps, history["episode_return"])
+    record_property("curve", "; ".join(f"{s}: {r:.3g}" for s, r in pairs))
+    result = agent.eval(state, NUM_EPISODES, deterministic=False)["episode_return"]
+    record_property("returns", f"{result:.4g}")
+    assert result >= 15

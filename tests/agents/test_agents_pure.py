@@ -1,0 +1,271 @@
+"""train_step as a pure function: jit, scan, vmap, every kind of space, one compilation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll import IMPALA, PPO, make_env, spaces
+from jaxroll.envs import autoreset
+from jaxroll.networks import make_policy
+from jaxroll.reporting import metrics as metrics_lib
+from tests.agents.agent_toys import (
+    CLOCK,
+    DRIFT,
+    SMALL,
+    AnySpaces,
+    init,
+    leaves_equal,
+    small,
+    train_step,
+)
+
+KEY = jax.random.key(0)
+VECTOR = spaces.Box.create(-1, 1, (3,))
+SPACES = {
+    "continuous": (VECTOR, spaces.Box.create(-2, 2, (2,))),
+    "multi-discrete": (VECTOR, spaces.MultiDiscrete((2, 3))),
+    "switches": (VECTOR, spaces.MultiBinary(3)),
+    "image": (spaces.Box.create(0, 255, (6, 6, 2), np.uint8), spaces.Discrete(3)),
+    "masked dict": (
+        spaces.Dict.create(
+            {
+                "place": VECTOR,
+                "kind": spaces.Discrete(4),
+                "action_mask": spaces.MultiBinary(3, np.dtype(bool)),
+            }
+        ),
+        spaces.Discrete(3),
+    ),
+}
+
+
+def assert_finite(tree):
+    for path, x in jax.tree.leaves_with_path(tree):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert np.isfinite(np.asarray(x)).all(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
+    agent = small(name, DRIFT)
+
+    @jax.jit
+    def train(agent, seed):
+        def step(state, _):
+            return agent.train_step(state)
+
+        return jax.lax.scan(step, agent.init(jax.random.key(seed)), length=2)
+
+    states, metrics = jax.vmap(train, in_axes=(None, 0))(agent, jnp.arange(2))
+    compiled = train_step._cache_size(), init._cache_size()
+    for seed in range(2):
+        state = init(agent, jax.random.key(seed))
+        for i in range(2):
+            state, one = train_step(agent, state)
+            for key, value in metrics_lib.compute(one).items():
+                member = jax.tree.map(lambda x, s=seed, i=i: x[s, i], metrics[key])
+                np.testing.assert_allclose(
+                    member.result(), value, rtol=2e-3, atol=1e-5, err_msg=key
+                )
+        member = jax.tree.map(lambda x, s=seed: x[s], states)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+            member.shared.params,
+            state.shared.params,
+        )
+        assert np.array_equal(
+            jax.random.key_data(member.actors.state.key),
+            jax.random.key_data(state.actors.state.key),
+        )
+    assert_finite(states)
+    # Another value of a leaf, and another agent made alike, compile nothing.
+    other = small(name, DRIFT, learning_rate=0.5).replace(discount=0.3, entropy_coef=0)
+    changed, _ = train_step(other, init(other, jax.random.key(9)))
+    assert (train_step._cache_size(), init._cache_size()) == (compiled[0] + 1, compiled[1] + 1)
+    assert_finite(changed)
+
+
+# One storage and one learner serve all spaces: the two other kinds see what differs most.
+PAIRS = [("ppo", kind) for kind in SPACES]
+PAIRS += [(name, kind) for name in ("daac", "impala") for kind in ("continuous", "masked dict")]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_one_step_in_every_kind_of_space_is_finite(name, kind):
+    env = autoreset(AnySpaces(*SPACES[kind]))
+    agent = small(name, env)
+    state, metrics = train_step(agent, init(agent, KEY))
+    numbers = metrics_lib.compute(metrics)
+    assert_finite(state.shared)
+    assert np.isfinite(numbers["loss"])
+    assert not numbers["nonfinite"].any()  # a masked action would have earned NaN
+
+
+def test_pendulum_with_normalisers_and_squashed_actions_takes_a_step():
+    agent = small(
+        "ppo",
+        make_env("Pendulum-v1"),
+        normalize_observations=True,
+        normalize_rewards=True,
+        squash=True,
+    )
+    state, _ = train_step(agent, init(agent, KEY))
+    assert_finite(state)
+    assert state.shared.moments.count == 32
+    assert state.shared.reward_scaler.moments.count == 32
+    acted = agent.act(state)(jnp.zeros((5, 3)))
+    assert acted.shape == (5, 1)
+    assert (jnp.abs(acted) <= 2).all()
+
+
+def test_the_first_minibatch_sees_the_policy_that_acted():
+    """Normalising moments are those from before the rollout: the ratio starts at exactly 1."""
+    agent = small("ppo", DRIFT, normalize_observations=True, num_mini_batch=1, num_epochs=1)
+    state = init(agent, KEY)
+    for _ in range(2):
+        state, metrics = train_step(agent, state)
+        assert abs(metrics["approx_kl"].result()) < 1e-9
+        assert metrics["clip_fraction"].result() == 0
+
+
+def test_recurrent_ppo_replays_the_log_probabilities_that_acted():
+    agent = small(
+        "ppo", DRIFT, network="gru", sequence_length=4, num_mini_batch=1, num_epochs=1, num_steps=8
+    )
+    state = init(agent, KEY)
+    for _ in range(2):
+        state, metrics = train_step(agent, state)
+        assert abs(metrics["approx_kl"].result()) < 1e-9
+
+
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_impala_lag_is_the_one_that_the_sizes_promise(num_actors):
+    # R = 3 iterations in the ring, U = 2 updates each: batch j is 2·2 + j versions behind.
+    agent = IMPALA.create(
+        DRIFT,
+        hidden_sizes=(8,),
+        num_envs=8,
+        num_steps=2,
+        num_storages=24,
+        batch_size=4,
+        num_actors=num_actors,
+    )
+    state = init(agent, KEY)
+    assert state.shared.version == 0
+    assert state.shared.ring.num_full == 16 / num_actors
+    lags = []
+    for i in range(5):
+        state, metrics = train_step(agent, state)
+        lags.append(float(metrics["policy_lag"].result()))
+        assert metrics["storage_dropped"].result() == 0
+        assert state.shared.version == 2 * (i + 1)
+        # What the next iteration reads first was filled (R − 1) iterations before it.
+        versions = np.asarray(state.actors.slots.version)
+        oldest = int(state.shared.ring.read)
+        assert (versions[:, oldest] == max(0, 2 * (i - 1))).all()
+    # The mean over j = 0, 1, growing from the prefill's version 0 to the steady state.
+    assert lags == [0.5, 2.5, 4.5, 4.5, 4.5]
+
+
+def test_every_unroll_is_read_once_and_in_order():
+    agent = small("impala", CLOCK, num_storages=12)
+    state = init(agent, KEY)
+    reads = []
+    for _ in range(4):
+        reads.append(int(state.shared.ring.read))
+        state, _ = train_step(agent, state)
+        assert state.shared.ring.num_full == 8
+    assert reads == [0, 4, 8, 0]
+
+
+def test_several_actors_are_several_environments_and_one_learner():
+    agent = small("ppo", DRIFT, num_actors=2)
+    state = init(agent, KEY)
+    assert state.actors.state.obs.shape == (2, 2, 2)
+    assert not np.array_equal(state.actors.state.obs[0], state.actors.state.obs[1])
+    fast, _ = train_step(agent, state)
+    exact, _ = jax.jit(lambda s: agent.train_step(s, reduction="exact"))(state)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
+        fast.shared.params,
+        exact.shared.params,
+    )
+
+
+def test_agents_made_alike_are_equal_and_have_one_structure():
+    def made(**options):
+        return PPO.create("CartPole-v1", num_envs=8, **options)
+
+    one, other = made(), made(learning_rate=1.0)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert jax.tree.structure(one) != jax.tree.structure(made(num_steps=4))
+    assert leaves_equal(one, made())
+
+
+BAD = {
+    "num_actors must divide num_envs = 8": lambda: PPO.create(CLOCK, num_envs=8, num_actors=3),
+    "num_mini_batch must divide": lambda: PPO.create(CLOCK, num_envs=8, num_mini_batch=7),
+    "sequence_length must divide": lambda: PPO.create(
+        CLOCK, network="lstm", num_steps=8, sequence_length=3
+    ),
+    "is for recurrent policies": lambda: PPO.create(CLOCK, sequence_length=4),
+    "batch_size must divide num_envs = 8": lambda: IMPALA.create(
+        CLOCK, num_envs=8, batch_size=3, num_storages=8
+    ),
+    "num_envs must divide num_storages = 12": lambda: IMPALA.create(
+        CLOCK, num_envs=8, batch_size=4, num_storages=12
+    ),
+    "num_actors must divide batch_size = 4": lambda: IMPALA.create(
+        CLOCK, num_envs=8, batch_size=4, num_storages=8, num_actors=8
+    ),
+    "learning_rate must be > 0, got -1": lambda: PPO.create(CLOCK, learning_rate=-1),
+    "discount must be in": lambda: PPO.create(CLOCK, discount=1.5),
+    "learning_rate must be a number, got nan": lambda: PPO.create(
+        CLOCK, learning_rate=float("nan")
+    ),
+    "Did you mean 'learning_rate'": lambda: PPO.create(CLOCK, learning_rat=1e-3),
+    "num_envs must be of type int": lambda: PPO.create(CLOCK, num_envs="many"),
+    "DAAC never shares its torso": lambda: SMALL["daac"][0].create(CLOCK, shared_torso=True),
+    "must have 2 choices": lambda: PPO.create(
+        CLOCK, policy=make_policy(CLOCK.observation_space, spaces.Discrete(5))
+    ),
+    "but a policy was given": lambda: PPO.create(
+        CLOCK,
+        policy=make_policy(CLOCK.observation_space, CLOCK.action_space),
+        hidden_sizes=(8,),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_before_anything_is_compiled(message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        BAD[message]()
+    assert message in str(error.value)
+
+
+def test_creating_agents_touches_no_device():
+    """So that jax.distributed.initialize can still come.
+
+    With an environment of gymnax it must come before: importing gymnax 1.0 makes arrays.
+    """
+    code = """
+import jax, numpy as np, jaxroll
+from tests.agents.agent_toys import CLOCK, AnySpaces, small
+from jaxroll import spaces
+from jaxroll.envs import autoreset
+image = autoreset(AnySpaces(spaces.Box.create(0, 255, (8, 8, 2), np.uint8), spaces.Discrete(3)))
+small("ppo", CLOCK, normalize_observations=True, normalize_rewards=True)
+small("a2c", CLOCK, network="gru", sequence_length=2)
+small("daac", image)
+small("impala", image, network="lstm").replace(learning_rate=1e-3)
+assert not jax._src.xla_bridge.backends_are_initialized()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
