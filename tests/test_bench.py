@@ -93,7 +93,7 @@ def test_the_quick_kernels_run_and_write_their_results(tmp_path, capsys):
     assert "jaxroll / roofline" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_runs(section, tmp_path):
     assert main([section, "--quick", "--out", str(tmp_path)]) == 0

@@ -102,7 +102,7 @@ def test_a_sweep_can_stop_and_go_on(tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_members_are_the_same_on_a_mesh():
     ppo = make_ppo(num_actors=2)
     options = {"seeds": 2, "reduction": "exact", **OPTIONS}
@@ -111,7 +111,7 @@ def test_members_are_the_same_on_a_mesh():
     assert_close(one.states, two.states)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a2c", "daac", "impala"])
 def test_every_agent_can_be_swept(name):
     own = {"impala": {"num_storages": 8, "batch_size": 4}}.get(name, {})

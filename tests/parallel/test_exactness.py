@@ -56,8 +56,14 @@ def test_exact_training_is_bitwise_the_same_on_any_mesh():
         assert copies_are_identical(state.shared)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AGENTS)
+# Every kind compiles for four meshes, minutes on two cores: one in the slow tier, all in the long.
+KINDS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "ppo" else pytest.mark.long)
+    for name in AGENTS
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_thirty_exact_updates_are_bitwise_the_same_on_1_2_4_and_8_devices(name):
     agent = AGENTS[name]()
     alone = train(agent, 1, 30)
@@ -105,7 +111,7 @@ def test_a_fast_update_of_a_stored_rollout_agrees_with_the_exact_one_on_any_mesh
     assert fast_updates_agree(tiny(), (1, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", AGENTS)
 def test_fast_updates_of_every_kind_agree_with_the_exact_one(name):
     assert fast_updates_agree(AGENTS[name](), (1, 2, 8))

@@ -119,7 +119,7 @@ def many_updates(devices):
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [2, 8])
 def test_three_hundred_updates_with_no_pause_finish(devices):
     assert many_updates(devices)

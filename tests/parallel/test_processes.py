@@ -17,7 +17,7 @@ from jaxroll.reporting import History
 from tests.agents.agent_toys import leaves_equal
 from tests.parallel.spread_agents import AGENTS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # each starts several processes that compile for minutes
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "parallel" / "process_worker.py"
