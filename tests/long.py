@@ -6,6 +6,7 @@ not installed is skipped, and said to be.
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ def main(arguments: list[str]) -> int:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--slow", "--long", "-m", "slow or long"]
         code = subprocess.call(
-            [*command, f"--junitxml={report}", *arguments], cwd=RESULTS.parent.parent
+            [*command, "-o", "junit_family=xunit1", f"--junitxml={report}", *arguments],
+            cwd=RESULTS.parent.parent,
         )
         if not report.exists():
             return code
@@ -68,7 +70,7 @@ def page(rows: list[dict[str, str]], arguments: list[str]) -> str:
     lines = [
         "# Results of the long tier",
         "",
-        f"`{' '.join(['python -m tests.long', *arguments])}`: {', '.join(counts)}.",
+        f"`{shlex.join(['python', '-m', 'tests.long', *arguments])}`: {', '.join(counts)}.",
         "",
         f"Python {platform.python_version()}, {', '.join(versions)}; {os.cpu_count()} CPU cores. "
         "Returns are means over 100 whole episodes, one number for each seed, sorted.",

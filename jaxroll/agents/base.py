@@ -186,7 +186,10 @@ class DistributedAgent(Node):
     @property
     def env_name(self) -> str:
         """How the environment is called in logs."""
-        return str(getattr(self.env, "name", type(self.env).__name__))
+        env = self.env
+        while not hasattr(env, "name") and hasattr(env, "env"):
+            env = env.env  # what a wrapper without a name of its own is around
+        return str(getattr(env, "name", type(env).__name__))
 
     @property
     def is_host(self) -> bool:
