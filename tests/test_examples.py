@@ -70,9 +70,15 @@ def test_example_draws_its_curves(name, monkeypatch, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
+def test_one_of_several_hosts_trains_alone(monkeypatch, tmp_path):
+    run("several_hosts", 8192, monkeypatch, "--out", str(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_no_example_goes_untested():
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert scripts <= {*BUDGETS, "impala_devices"}
+    assert scripts <= {*BUDGETS, "impala_devices", "several_hosts"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
