@@ -62,7 +62,7 @@ def test_impala_learns_the_same_on_one_device_and_on_several():
     assert float(number) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ppo_cartpole", "sweep"])
 def test_example_draws_its_curves(name, monkeypatch, tmp_path):
     file = tmp_path / "curves.png"
