@@ -45,7 +45,7 @@ def test_nine_of_ten_seeds_learn(name, record_property):
 
 
 @pytest.mark.long
-def test_ppo_on_breakout_keeps_its_curve(record_property, tmp_path):
+def test_ppo_on_breakout_keeps_its_curve(record_property):
     agent = PPO.create(
         make_env("Breakout-MinAtar"),
         num_envs=64,
@@ -57,9 +57,9 @@ def test_ppo_on_breakout_keeps_its_curve(record_property, tmp_path):
     )
     record_property(
         "command",
-        "python -m jaxroll train ppo Breakout-MinAtar --steps 5000000 "
-        "--num-envs 64 --num-steps 128 --num-mini-batch 8 --learning-rate 5e-3 "
-        "--decay-steps 5000000",
+        "python -m jaxroll train ppo Breakout-MinAtar --num-train-steps 5000000 --num-envs 64 "
+        "--set num_steps=128 --set num_mini_batch=8 --set learning_rate=5e-3 "
+        "--set decay_steps=5000000",
     )
     state, history = agent.train(5_000_000, log_interval=500_000, progress="silent")
     pairs = zip(history.steps, history["episode_return"])
