@@ -62,6 +62,7 @@ def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
         return jax.lax.scan(step, agent.init(jax.random.key(seed)), length=2)
 
     states, metrics = jax.vmap(train, in_axes=(None, 0))(agent, jnp.arange(2))
+    train_step(agent, init(agent, jax.random.key(7)))
     compiled = train_step._cache_size(), init._cache_size()
     for seed in range(2):
         state = init(agent, jax.random.key(seed))
@@ -83,10 +84,10 @@ def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
             jax.random.key_data(state.actors.state.key),
         )
     assert_finite(states)
-    # Another value of a leaf, and another agent made alike, compile nothing.
+    # Other seeds, another value of a leaf, and another agent made alike compile nothing.
     other = small(name, DRIFT, learning_rate=0.5).replace(discount=0.3, entropy_coef=0)
     changed, _ = train_step(other, init(other, jax.random.key(9)))
-    assert (train_step._cache_size(), init._cache_size()) == (compiled[0] + 1, compiled[1] + 1)
+    assert (train_step._cache_size(), init._cache_size()) == compiled
     assert_finite(changed)
 
 
