@@ -1,13 +1,20 @@
 """Eight CPU devices, set before the backend starts; strict shapes; the tiers of tests.
 
-Plain tests run by default; `--slow` adds the slow tier, `--long` the long one.
+Compiled programs are kept in `.pytest_cache`, so that the workers and the processes that tests
+start share them, and a second run need not compile again. Plain tests run by default; `--slow`
+adds the slow tier, `--long` the long one.
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".pytest_cache" / "programs")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
 import pytest
