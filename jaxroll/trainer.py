@@ -14,6 +14,7 @@ from jaxroll import loop, parallel
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.envs import make_env
+from jaxroll.loop.options import check_budget
 from jaxroll.loop.programs import make_program
 from jaxroll.minibatches import divisors
 from jaxroll.reporting import History
@@ -65,6 +66,7 @@ class DistributedTrainer:
         if config.num_seeds > 1:
             seeds = range(config.seed, config.seed + config.num_seeds)
             self.agent = Sweep.create(self.agent, seeds=seeds)
+        check_budget(self.agent, config.num_train_steps)
         self._check_devices()
         self.history = History()
         self._state: Any = None

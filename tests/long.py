@@ -1,12 +1,14 @@
 """Run the long tier and keep its numbers: `python -m tests.long [pytest arguments]`.
 
-Writes tests/RESULTS.md: each test's outcome and what it measured. What needs a package that is
-not installed is skipped, and said to be.
+Writes tests/RESULTS.md: each test's outcome, when it ran, and what it measured. A run of a part
+(`-k learning`, say) replaces the rows of that part and leaves the others. What needs a package
+that is not installed is skipped, and said to be.
 """
 
+import datetime
 import os
 import platform
-import shlex
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 PACKAGES = ("jaxroll", "jax", "flax", "optax", "numpy", "gymnax", "gymnasium")
+COLUMNS = ("test", "outcome", "date", "seconds", "measured")
 
 
 def main(arguments: list[str]) -> int:
@@ -29,8 +32,11 @@ def main(arguments: list[str]) -> int:
         )
         if not report.exists():
             return code
-        cases = ElementTree.parse(report).iter("testcase")
-        RESULTS.write_text(page([row(case) for case in cases], arguments), encoding="utf-8")
+        rows = read(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            new = row(case)
+            rows[new["test"]] = new
+        RESULTS.write_text(page(rows), encoding="utf-8")
     print(f"results: {RESULTS.relative_to(Path.cwd()) if _is_below(RESULTS) else RESULTS.name}")
     return code
 
@@ -50,12 +56,23 @@ def row(case: ElementTree.Element) -> dict[str, str]:
     return {
         "test": f"{case.get('classname', '').removeprefix('tests.')}.{case.get('name')}",
         "outcome": outcome,
+        "date": datetime.date.today().isoformat(),
         "seconds": f"{float(case.get('time', 0)):.0f}",
         "measured": "<br>".join(measured) or detail,
     }
 
 
-def page(rows: list[dict[str, str]], arguments: list[str]) -> str:
+def read(text: str) -> dict[str, dict[str, str]]:
+    """The rows of an earlier page, by test."""
+    rows = {}
+    for line in text.splitlines():
+        cells = [c.strip().replace("\\|", "|") for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == len(COLUMNS) and cells[0] not in (COLUMNS[0], "---"):
+            rows[cells[0]] = dict(zip(COLUMNS, cells))
+    return rows
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
     """The Markdown page."""
     versions = []
     for name in PACKAGES:
@@ -63,23 +80,26 @@ def page(rows: list[dict[str, str]], arguments: list[str]) -> str:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             versions.append(f"{name} (not installed)")
+    outcomes = [one["outcome"] for one in rows.values()]
     counts = [
-        f"{sum(r['outcome'] == o for r in rows)} {o}"
+        f"{outcomes.count(o)} {o}"
         for o in ("passed", "failure", "error", "skipped")
+        if o in outcomes
     ]
     lines = [
         "# Results of the long tier",
         "",
-        f"`{shlex.join(['python', '-m', 'tests.long', *arguments])}`: {', '.join(counts)}.",
+        f"`python -m tests.long`: {', '.join(counts)}.",
         "",
-        f"Python {platform.python_version()}, {', '.join(versions)}; {os.cpu_count()} CPU cores. "
-        "Returns are means over 100 whole episodes, one number for each seed, sorted.",
+        f"Last run with Python {platform.python_version()}, {', '.join(versions)}; "
+        f"{os.cpu_count()} CPU cores. Returns are means over 100 whole episodes, one number for "
+        "each seed, sorted.",
         "",
-        "| test | outcome | seconds | measured |",
-        "| --- | --- | ---: | --- |",
+        f"| {' | '.join(COLUMNS)} |",
+        "| --- | --- | --- | ---: | --- |",
     ]
-    for r in rows:
-        cells = [r[k].replace("|", "\\|") for k in ("test", "outcome", "seconds", "measured")]
+    for _, one in sorted(rows.items()):
+        cells = [one[name].replace("|", "\\|") for name in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

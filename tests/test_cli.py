@@ -240,6 +240,7 @@ def test_plot_draws_runs_and_columns(run, tmp_path, capsys):
     assert 'Did you mean "episode_return"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_seeds_share_one_file(run, capsys):
     out = run.with_name("seeds")
     argv = ["train", "--config", str(run), "--num-seeds", "2", "--no-cache", "--out", str(out)]

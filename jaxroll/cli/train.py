@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxroll._version import __version__
+from jaxroll.checkpoints import Checkpointer
 from jaxroll.cli.parser import UsageError
 from jaxroll.cli.startup import start
 from jaxroll.config import Config, merge, parse_value
@@ -111,7 +112,7 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
     assert out is not None
     if history.stopped_by in ("SIGINT", "SIGTERM"):
         if shown:
-            print(f"stopped by {history.stopped_by}, saved. Go on with: jaxroll resume {out}")
+            print(f"stopped by {history.stopped_by}, {_saved(out)}")
         return 128 + signal.Signals[history.stopped_by]
     result = trainer.test()
     if jax.process_index() == 0:
@@ -120,6 +121,13 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
             lines = _summary(config, result, history, out, curve)
             print("\n".join(f"  {name:<8} {text}" for name, text in lines))
     return 0
+
+
+def _saved(out: Path) -> str:
+    step = Checkpointer(out / "checkpoints").latest_step()
+    if step is None:
+        return f"but nothing could be saved in {out}."
+    return f"saved at step {step:,}. Go on with: jaxroll resume {out}"
 
 
 def _headline(trainer: DistributedTrainer, resume: bool) -> str:

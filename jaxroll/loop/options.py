@@ -29,6 +29,7 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
     for name in ("eval_interval", "checkpoint_interval"):
         if options[name] is not None:
             _check_count(name, options[name])
+    check_budget(agent, options["num_train_steps"])
     seed = options["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise TypeError(f"seed must be an integer, got {seed!r}.")
@@ -65,6 +66,16 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
     if config is not None:  # not hours later, by the first save
         manifest.to_json("config", config)
     _check_eval_env(agent, options["eval_env"])
+
+
+def check_budget(agent: Any, num_train_steps: int) -> None:
+    """Raise `ValueError` if a run would end before its first update."""
+    if num_train_steps <= agent.prefilled_steps:
+        raise ValueError(
+            f"num_train_steps must be more than the {agent.prefilled_steps} steps with which the "
+            f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
+            "use a smaller num_storages."
+        )
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:

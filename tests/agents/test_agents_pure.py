@@ -23,6 +23,7 @@ from tests.agents.agent_toys import (
     small,
     train_step,
 )
+from tests.tiers import plain
 
 KEY = jax.random.key(0)
 VECTOR = spaces.Box.create(-1, 1, (3,))
@@ -50,7 +51,7 @@ def assert_finite(tree):
             assert np.isfinite(np.asarray(x)).all(), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", plain(SMALL, ["ppo"]))
 def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
     agent = small(name, DRIFT)
 
@@ -93,10 +94,11 @@ def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
 
 # One storage and one learner serve all spaces: the two other kinds see what differs most.
 PAIRS = [("ppo", kind) for kind in SPACES]
+COMMON = [("ppo", kind) for kind in ("multi-discrete", "image", "masked dict")]
 PAIRS += [(name, kind) for name in ("daac", "impala") for kind in ("continuous", "masked dict")]
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
+@pytest.mark.parametrize(("name", "kind"), plain(PAIRS, COMMON))
 def test_one_step_in_every_kind_of_space_is_finite(name, kind):
     env = autoreset(AnySpaces(*SPACES[kind]))
     agent = small(name, env)
@@ -134,6 +136,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted():
         assert metrics["clip_fraction"].result() == 0
 
 
+@pytest.mark.slow
 def test_recurrent_ppo_replays_the_log_probabilities_that_acted():
     agent = small(
         "ppo", DRIFT, network="gru", sequence_length=4, num_mini_batch=1, num_epochs=1, num_steps=8
@@ -144,7 +147,7 @@ def test_recurrent_ppo_replays_the_log_probabilities_that_acted():
         assert abs(metrics["approx_kl"].result()) < 1e-9
 
 
-@pytest.mark.parametrize("num_actors", [1, 2])
+@pytest.mark.parametrize("num_actors", plain([1, 2], [2]))
 def test_impala_lag_is_the_one_that_the_sizes_promise(num_actors):
     # R = 3 iterations in the ring, U = 2 updates each: batch j is 2·2 + j versions behind.
     agent = IMPALA.create(
@@ -159,8 +162,9 @@ def test_impala_lag_is_the_one_that_the_sizes_promise(num_actors):
     state = init(agent, KEY)
     assert state.shared.version == 0
     assert state.shared.ring.num_full == 16 / num_actors
-    lags = []
+    lags, reads = [], []
     for i in range(5):
+        reads.append(int(state.shared.ring.read))
         state, metrics = train_step(agent, state)
         lags.append(float(metrics["policy_lag"].result()))
         assert metrics["storage_dropped"].result() == 0
@@ -171,17 +175,9 @@ def test_impala_lag_is_the_one_that_the_sizes_promise(num_actors):
         assert (versions[:, oldest] == max(0, 2 * (i - 1))).all()
     # The mean over j = 0, 1, growing from the prefill's version 0 to the steady state.
     assert lags == [0.5, 2.5, 4.5, 4.5, 4.5]
-
-
-def test_every_unroll_is_read_once_and_in_order():
-    agent = small("impala", CLOCK, num_storages=12)
-    state = init(agent, KEY)
-    reads = []
-    for _ in range(4):
-        reads.append(int(state.shared.ring.read))
-        state, _ = train_step(agent, state)
-        assert state.shared.ring.num_full == 8
-    assert reads == [0, 4, 8, 0]
+    # Every unroll is read once, in the order in which they were written.
+    assert reads == [0, 8 // num_actors, 16 // num_actors, 0, 8 // num_actors]
+    assert state.shared.ring.num_full == 16 / num_actors
 
 
 def test_several_actors_are_several_environments_and_one_learner():
@@ -189,13 +185,9 @@ def test_several_actors_are_several_environments_and_one_learner():
     state = init(agent, KEY)
     assert state.actors.state.obs.shape == (2, 2, 2)
     assert not np.array_equal(state.actors.state.obs[0], state.actors.state.obs[1])
-    fast, _ = train_step(agent, state)
-    exact, _ = jax.jit(lambda s: agent.train_step(s, reduction="exact"))(state)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
-        fast.shared.params,
-        exact.shared.params,
-    )
+    after, metrics = train_step(agent, state)
+    assert after.actors.state.obs.shape == (2, 2, 2)
+    assert np.isfinite(metrics["loss"].result())
 
 
 def test_agents_made_alike_are_equal_and_have_one_structure():

@@ -14,6 +14,7 @@ from jaxroll.envs import make_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec, HostStep
 from jaxroll.networks import make_policy
 from jaxroll.types import PolicyOutput, TimeStep
+from tests.tiers import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,9 @@ def test_vmap_over_params_equals_solo_runs():
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y), batched, one(params[i]))
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "MemoryChain-bsuite", "Pendulum-v1"])
+@pytest.mark.parametrize(
+    "name", plain(["CartPole-v1", "MemoryChain-bsuite", "Pendulum-v1"], ["MemoryChain-bsuite"])
+)
 def test_gymnax_environments_evaluate_with_the_default_networks(name):
     env = make_env(name)
     network = "lstm" if name.startswith("Memory") else "auto"

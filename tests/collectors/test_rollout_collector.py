@@ -17,6 +17,7 @@ from jaxroll.distributions import Categorical
 from jaxroll.envs import make_env
 from jaxroll.networks import make_policy
 from jaxroll.types import Node, PolicyOutput, TimeStep, Transition
+from tests.tiers import plain
 
 STATIC = ("env", "policy", "num_steps", "sequence_length", "final_rows", "bootstrap",
           "deterministic")  # fmt: skip
@@ -446,12 +447,15 @@ def test_truncated_cartpole_has_the_advantages_of_a_long_trajectory():
 
 @pytest.mark.parametrize(
     ("name", "network"),
-    [
-        ("Pendulum-v1", "mlp"),
-        ("MountainCarContinuous-v0", "gru"),
-        ("Breakout-MinAtar", "auto"),
-        ("MemoryChain-bsuite", "lstm"),
-    ],
+    plain(
+        [
+            ("Pendulum-v1", "mlp"),
+            ("MountainCarContinuous-v0", "gru"),
+            ("Breakout-MinAtar", "auto"),
+            ("MemoryChain-bsuite", "lstm"),
+        ],
+        [("Pendulum-v1", "mlp")],
+    ),
 )
 def test_gymnax_environments_collect_with_the_default_networks(name, network):
     env = make_env(name)

@@ -19,12 +19,9 @@ OFFLINE = [name for name in NAMES if name != "MNISTBandit-bsuite"]  # that one n
 PLAIN = (
     "CartPole-v1",
     "Pendulum-v1",
-    "MountainCarContinuous-v0",
     "Breakout-MinAtar",
-    "MemoryChain-bsuite",
     "DeepSea-bsuite",  # has a step of its own
     "FourRooms-misc",  # the space says float32, the observations are int32
-    "FrozenLake-misc",  # discrete observations
 )
 
 

@@ -12,6 +12,7 @@ from jaxroll import PPO, loop, make_env
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History
 from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
+from tests.tiers import plain
 
 QUIET = {"progress": "silent"}
 # One of each thing that a state can hold: moments, carries, a filled ring, two optimisers.
@@ -47,7 +48,7 @@ def same_rows(one, other):
     return True
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", plain(AGENTS, ["normalised ppo", "impala"]))
 def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
     agent = AGENTS[name]()
     options = {"log_interval": 64, "seed": 3, **QUIET}

@@ -190,12 +190,14 @@ def test_narrow_terminal_still_gets_one_line(width):
 
 @pytest.mark.parametrize("kind", ["interrupt", "exception"])
 def test_terminal_is_left_clean_when_the_work_fails(kind):
+    last = {
+        "interrupt": "    while True:\n        time.sleep(0.01)\n",
+        "exception": '    wait()\n    raise RuntimeError("broken")\n',
+    }
     code = HEAD + (
-        'with Progress(1000, description="demo") as progress:\n'
-        "    progress.update(400)\n"
-        "    wait()\n"
-        '    raise RuntimeError("broken")\n'
+        'with Progress(1000, description="demo") as progress:\n    progress.update(400)\n'
     )
+    code = "import time\n" + code + last[kind]
     with Terminal(code) as terminal:
         terminal.until("400/1k")
         if kind == "interrupt":
