@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxroll import parallel
+from jaxroll.agents import TrainState
 from jaxroll.distributions import Categorical
 from jaxroll.learners import map_actors
 from tests.agents.agent_toys import DRIFT, leaves_equal, small
@@ -56,14 +57,15 @@ def test_exact_training_is_bitwise_the_same_on_any_mesh():
         assert copies_are_identical(state.shared)
 
 
-# Every kind compiles for four meshes, minutes on two cores: one in the slow tier, all in the long.
-KINDS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "ppo" else pytest.mark.long)
-    for name in AGENTS
-]
+# Every kind compiles for four meshes, a minute on two cores: these in the slow tier, all in the long.
+def kinds(*slow):
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.long)
+        for name in AGENTS
+    ]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", kinds("ppo", "convolutional ppo", "daac", "impala"))
 def test_thirty_exact_updates_are_bitwise_the_same_on_1_2_4_and_8_devices(name):
     agent = AGENTS[name]()
     alone = train(agent, 1, 30)
@@ -111,8 +113,7 @@ def test_a_fast_update_of_a_stored_rollout_agrees_with_the_exact_one_on_any_mesh
     assert fast_updates_agree(tiny(), (1, 4))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", kinds("daac", "impala"))
 def test_fast_updates_of_every_kind_agree_with_the_exact_one(name):
     assert fast_updates_agree(AGENTS[name](), (1, 2, 8))
 
@@ -123,3 +124,23 @@ def test_probabilities_leave_the_compiler_no_division_to_reorder():
     program = jax.jit(entropy).lower(jnp.ones((4, 3))).as_text()
     divisions = [line for line in program.splitlines() if "stablehlo.divide" in line]
     assert not [line for line in divisions if "tensor<4x3xf32>" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["pmap", "vmap"])
+def test_a_step_runs_under_pmap_and_under_vmap_with_a_name(how):
+    agent, devices = tiny(), 4
+    state = jax.jit(agent.init)(jax.random.key(0))
+    whole, _ = jax.jit(agent.train_step)(state)
+    split = state.replace(
+        actors=jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), state.actors)
+    )
+    axes = TrainState(shared=None, actors=0)
+    step = functools.partial(agent.train_step, axis_name="i")
+    mapped = {"pmap": jax.pmap, "vmap": jax.vmap}[how](step, axis_name="i", in_axes=(axes,))
+    spread, metrics = mapped(split)
+    for i in range(devices):
+        copy = jax.tree.map(lambda x, i=i: np.asarray(x)[i], spread.shared.params)
+        assert close(copy, whole.shared.params)
+    assert int(np.asarray(spread.shared.iteration)[0]) == 1
+    assert metrics["episodes"].total.shape == (devices,)
