@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import struct
 from jax.sharding import PartitionSpec
 
@@ -500,15 +499,3 @@ def _valid_weights(transition: Any) -> Array:
     if transition.valid is not None:
         return transition.valid.astype(jnp.float32)
     return jnp.ones(transition.terminated.shape, jnp.float32)
-
-
-def clipped(optimizer: optax.GradientTransformation, max_norm: Array) -> Any:
-    """The optimiser behind a clip of the gradient's global norm."""
-
-    def clip(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, Any]:
-        norm = optax.global_norm(updates)
-        factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
-
-    first = optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
-    return optax.chain(first, optimizer)

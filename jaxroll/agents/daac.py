@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxroll import losses, networks
-from jaxroll.agents.base import Shared, clipped
+from jaxroll.agents.base import Shared
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
-from jaxroll.learners import map_actors, minibatch_updates
+from jaxroll.learners import clipped_adam, map_actors, minibatch_updates
 from jaxroll.reporting.metrics import Mean, Sum
 from jaxroll.storages import DecoupledRolloutStorage
 from jaxroll.types import Array, Minibatch, PyTree
@@ -94,8 +94,9 @@ class DAAC(OnPolicyAgent):
     def value_optimizer(self, shared: Shared) -> optax.GradientTransformation:
         """As the policy's, with its own step size, decaying alike."""
         scale = self.current_learning_rate(shared) / self.learning_rate
-        adam = optax.adam(self.value_learning_rate * scale, eps=self.adam_epsilon)  # pyright: ignore
-        return clipped(adam, self.max_grad_norm)
+        return clipped_adam(
+            self.value_learning_rate * scale, self.max_grad_norm, epsilon=self.adam_epsilon
+        )
 
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
         """The policy's loss of one minibatch."""

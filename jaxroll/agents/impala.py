@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState, clipped
+from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.learners import Reduction, apply_gradient, gradient, map_actors
+from jaxroll.learners import Reduction, apply_gradient, clipped_rmsprop, gradient, map_actors
 from jaxroll.minibatches import divisors
 from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import DistributedStorage, RingCounters, Unrolls
@@ -172,12 +172,12 @@ class IMPALA(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """RMSprop behind a clip of the gradient's norm."""
-        rmsprop = optax.rmsprop(
+        return clipped_rmsprop(
             learning_rate,
-            decay=self.rmsprop_decay,  # pyright: ignore[reportArgumentType]
-            eps=self.rmsprop_epsilon,  # pyright: ignore[reportArgumentType]
+            self.max_grad_norm,
+            decay=self.rmsprop_decay,
+            epsilon=self.rmsprop_epsilon,
         )
-        return clipped(rmsprop, self.max_grad_norm)
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """RMSprop's squares at zero."""

@@ -15,9 +15,15 @@ import optax
 from flax import struct
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, Shared, TrainState, clipped
+from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, Shared, TrainState
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.learners import Reduction, map_actors, minibatch_updates, sum_actors
+from jaxroll.learners import (
+    Reduction,
+    clipped_adam,
+    map_actors,
+    minibatch_updates,
+    sum_actors,
+)
 from jaxroll.minibatches import divisors
 from jaxroll.reporting.metrics import Last, Mean, Metric, Sum
 from jaxroll.storages import RolloutStorage, Storage
@@ -150,8 +156,7 @@ class OnPolicyAgent(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """Adam behind a clip of the gradient's norm."""
-        adam = optax.adam(learning_rate, eps=self.adam_epsilon)  # pyright: ignore
-        return clipped(adam, self.max_grad_norm)
+        return clipped_adam(learning_rate, self.max_grad_norm, epsilon=self.adam_epsilon)
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """Adam's moments at zero."""

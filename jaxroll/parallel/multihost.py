@@ -20,6 +20,8 @@ from jaxroll.types import PyTree
 PEER_LOST = 75  # exit code of a process whose peer is gone: EX_TEMPFAIL, restart to go on
 # What a program's own mistakes begin with: no peer has to do with them.
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE")
+# Where a dispatch fails at once, the runtime's status comes as a ValueError.
+_LOST_STATUS = ("UNKNOWN: Gloo", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "INTERNAL: Gloo")
 
 
 class PeerLostError(RuntimeError):
@@ -106,6 +108,8 @@ def is_peer_lost(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return not str(error).lstrip().startswith(_OWN_FAULTS)
+        if isinstance(error, ValueError) and str(error).startswith(_LOST_STATUS):
+            return True
         error = error.__cause__ or error.__context__
     return False
 

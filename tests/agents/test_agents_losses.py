@@ -199,7 +199,7 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
                 )
             ]
             assert (not all(same)) == moves
-            counts = [s.shared.opt_state[part][1][0].count for s in (before, after)]
+            counts = [s.shared.opt_state[part].count for s in (before, after)]
             epochs = {"actor": agent.num_epochs, "critic": agent.value_epochs}[part]
             assert counts[1] - counts[0] == moves * epochs * agent.num_mini_batch
         policy_steps = agent.num_epochs * agent.num_mini_batch

@@ -57,7 +57,7 @@ def test_exact_training_is_bitwise_the_same_on_any_mesh():
         assert copies_are_identical(state.shared)
 
 
-# Every kind compiles for four meshes, a minute on two cores: these in the slow tier, all in the long.
+# Every kind compiles for four meshes, a minute on two cores: some are slow, the others long.
 def kinds(*slow):
     return [
         pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.long)

@@ -104,6 +104,7 @@ def test_a_lost_peer_is_told_from_a_fault_of_our_own():
     assert parallel.is_peer_lost(wrapped)
     assert not parallel.is_peer_lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"))
     assert not parallel.is_peer_lost(ValueError("no"))
+    assert parallel.is_peer_lost(ValueError("UNKNOWN: Gloo AllGather failed: reset by peer"))
 
 
 def many_updates(devices):
@@ -119,7 +120,7 @@ def many_updates(devices):
     return True
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 8])
 def test_three_hundred_updates_with_no_pause_finish(devices):
     assert many_updates(devices)

@@ -17,7 +17,7 @@ from jaxroll.reporting import History
 from tests.agents.agent_toys import leaves_equal
 from tests.parallel.spread_agents import AGENTS
 
-pytestmark = pytest.mark.long  # each starts several processes that compile for minutes
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "parallel" / "process_worker.py"
@@ -71,8 +71,14 @@ def finish(processes):
             output = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, output
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
+
+
+def end(processes):
+    """Leave no process and no open pipe."""
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def same_run(one, other, agent="ppo"):
@@ -101,6 +107,14 @@ def test_two_processes_are_one_bit_by_bit(undisturbed, tmp_path):
     assert same_run(tmp_path / "two", undisturbed)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("agent", ["convolutional ppo", "daac", "impala"])
+def test_two_processes_are_one_for_every_kind_of_agent(agent, tmp_path):
+    finish([start(devices=4, dir=str(tmp_path / "one"), agent=agent)])
+    finish(start_all(2, devices=2, dir=str(tmp_path / "two"), agent=agent))
+    assert same_run(tmp_path / "two", tmp_path / "one", agent)
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_run_of_two_processes_resumes_on_one(devices, undisturbed, tmp_path):
     run = tmp_path / "moved"
@@ -109,7 +123,7 @@ def test_a_run_of_two_processes_resumes_on_one(devices, undisturbed, tmp_path):
     assert same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_when_a_process_is_killed_the_other_leaves_and_all_can_start_again(
     victim, undisturbed, tmp_path
 ):
@@ -122,8 +136,7 @@ def test_when_a_process_is_killed_the_other_leaves_and_all_can_start_again(
         _, errors = survivor.communicate(timeout=15)
         print(f"the survivor left after {time.monotonic() - killed:.1f} s")
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
     assert survivor.returncode == parallel.PEER_LOST, errors
     assert "another process of this run is gone" in errors
     assert "resume" in errors
@@ -131,13 +144,13 @@ def test_when_a_process_is_killed_the_other_leaves_and_all_can_start_again(
     assert same_run(run, undisturbed)
 
 
+@pytest.mark.long
 def test_a_process_that_is_not_ours_to_end_gets_an_error(tmp_path):
     processes = start_all(2, devices=1, dir=str(tmp_path / "run"), die=(1, 3), own_process=False)
     try:
         assert processes[1].wait(timeout=PATIENCE) == -signal.SIGKILL
         _, errors = processes[0].communicate(timeout=60)
     finally:
-        for process in processes:
-            process.kill()
+        end(processes)
     assert processes[0].returncode != 0
     assert "PeerLostError" in errors
