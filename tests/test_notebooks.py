@@ -8,7 +8,7 @@ nbformat = pytest.importorskip("nbformat")
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # Put behind the cell tagged "parameters": enough to run every line, too little to learn.
-BUDGET = "num_train_steps = 8_000\nnum_updates = 8"
+BUDGET = "num_train_steps = 12_000\nnum_updates = 8"
 
 
 def read(path):

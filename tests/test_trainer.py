@@ -91,6 +91,7 @@ def test_a_run_is_not_written_over_but_continued(run):
     assert rows(history) == rows(expected)
 
 
+@pytest.mark.slow
 def test_several_seeds_are_one_run(tmp_path):
     trainer = DistributedTrainer(CONFIG | {"num_seeds": 2, "seed": 3, "out": str(tmp_path / "r")})
     state, history = trainer.train()

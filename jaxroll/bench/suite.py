@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in found:
             report.show(row)
         rows += found
-    if options.out is not None:
-        _write(options, rows, about, names)
+        if options.out is not None:  # after each section: a run that is broken off leaves its rows
+            _write(options, rows, about, names[: names.index(name) + 1])
     return 1 if failed else 0
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
 from jaxroll.spaces import Space, zeros
 from jaxroll.types import (
@@ -34,8 +35,6 @@ from jaxroll.types import (
     Transition,
 )
 
-# Folded into an actor's key for the resets; no rollout has this number.
-RESET_FOLD = 2**31 - 1
 _fold_in = jax.jit(jax.random.fold_in)
 
 
@@ -218,13 +217,20 @@ class _Stack:
     def __init__(self, example: PyTree, length: int):
         leaves, self._structure = jax.tree.flatten(example)
         self._leaves = [np.empty((length, *x.shape), x.dtype) for x in leaves]
+        # The common case, an array and not a tree, is not taken apart at each step.
+        self._array = self._leaves[0] if jax.tree_util.treedef_is_leaf(self._structure) else None
 
     def write(self, t: int, row: PyTree) -> None:
+        if self._array is not None:
+            self._array[t] = row
+            return
         for leaf, x in zip(self._leaves, jax.tree.leaves(row)):
             leaf[t] = x
 
     def at(self, t: int) -> PyTree:
         # A view of our own memory, which nobody changes any more while the policy reads it.
+        if self._array is not None:
+            return self._array[t]
         return self._structure.unflatten([leaf[t] for leaf in self._leaves])
 
     def tree(self) -> PyTree:

@@ -145,6 +145,8 @@ class VectorHostEnv(HostEnv):
         self.resets_on_next_step = self._mode == "NextStep"
         self._check = action_checker(self.action_space, self.num_envs, out_of_range)
         self._ended = np.zeros(self.num_envs, bool)
+        self._all = np.ones(self.num_envs, bool)
+        self._all.flags.writeable = False
         self._closed = False
 
     def reset(self, seed: int) -> PyTree:
@@ -183,8 +185,7 @@ class VectorHostEnv(HostEnv):
         except BaseException:
             self._close_after_error()
             raise
-        valid = np.ones(self.num_envs, bool)
-        return HostStep(obs, reward, terminated, truncated, final_obs, valid, done)
+        return HostStep(obs, reward, terminated, truncated, final_obs, self._all, done)
 
     def close(self) -> None:
         """Close the environments."""
@@ -198,8 +199,9 @@ class VectorHostEnv(HostEnv):
     def _after_next_step(
         self, obs: PyTree, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
     ) -> HostStep:
-        ended, valid = self._ended, ~self._ended
+        ended, valid = self._ended, self._all
         if ended.any():
+            valid = ~ended
             reward, terminated, truncated = reward * valid, terminated & valid, truncated & valid
         self._ended = terminated | truncated
         return HostStep(obs, reward, terminated, truncated, None, valid, ended)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxroll.estimators import normalize
 from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
+from tests.tiers import plain
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 
@@ -207,7 +208,7 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
         assert after.shared.version - before.shared.version == policy_steps + value_steps
 
 
-@pytest.mark.parametrize("network", ["mlp", "lstm"])
+@pytest.mark.parametrize("network", plain(["mlp", "lstm"], ["lstm"]))
 def test_impala_targets_of_changed_params_come_from_the_full_final_observations(network):
     agent = small(
         "impala", DRIFT, network=network, num_steps=8, final_rows=8, batch_size=4, num_storages=4

@@ -109,6 +109,7 @@ def fast_updates_agree(agent, counts):
     return True
 
 
+@pytest.mark.slow
 def test_a_fast_update_of_a_stored_rollout_agrees_with_the_exact_one_on_any_mesh():
     assert fast_updates_agree(tiny(), (1, 4))
 

@@ -102,6 +102,8 @@ class Terminal:
             stderr=slave,
             text=True,
             env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
+            # As a shell would: tests that run in the background have it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.watchdog = threading.Timer(60, self.process.kill)
         self.watchdog.start()
