@@ -333,7 +333,7 @@ def test_a_signal_saves_and_resume_goes_on(number, tmp_path):
     assert steps == list(range(64, done + 65, 64))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_devices_give_the_rows_of_one(tmp_path):
     argv = ["train", *TINY, "--num-actors", "2", "--reduction", "exact", "--quiet"]
     assert spawn([*argv, "--out", "one"], tmp_path).wait(timeout=300) == 0

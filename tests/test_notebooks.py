@@ -56,9 +56,11 @@ def test_it_has_one_cell_for_the_budget(notebook):
     assert len(tagged) == 1
 
 
-# Eight CPU devices, or many small programs, take minutes in a kernel on a small machine.
+# Recurrence, eight CPU devices and many small programs compile for minutes.
 RUNS = [
-    pytest.param(path, marks=pytest.mark.long) if path.name[:2] in ("04", "07") else path
+    pytest.param(path, marks=pytest.mark.long)
+    if path.name[:2] in ("03", "04", "05", "07")
+    else path
     for path in NOTEBOOKS
 ]
 

@@ -114,7 +114,7 @@ def test_a_fast_update_of_a_stored_rollout_agrees_with_the_exact_one_on_any_mesh
     assert fast_updates_agree(tiny(), (1, 4))
 
 
-@pytest.mark.parametrize("name", kinds("daac", "impala"))
+@pytest.mark.parametrize("name", kinds())
 def test_fast_updates_of_every_kind_agree_with_the_exact_one(name):
     assert fast_updates_agree(AGENTS[name](), (1, 2, 8))
 

@@ -115,7 +115,7 @@ def test_two_processes_are_one_for_every_kind_of_agent(agent, tmp_path):
     assert same_run(tmp_path / "two", tmp_path / "one", agent)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_a_run_of_two_processes_resumes_on_one(devices, undisturbed, tmp_path):
     run = tmp_path / "moved"
     finish(start_all(2, devices=2, dir=str(run), iterations=6))
