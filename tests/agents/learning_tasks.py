@@ -48,7 +48,7 @@ PENDULUM = {
     "decay_steps": 500_000,
 }
 TASKS = {
-    "ppo CartPole": Task("ppo", "CartPole-v1", 300_000, 475),
+    "ppo CartPole": Task("ppo", "CartPole-v1", 300_000, 475, options={"decay_steps": 300_000}),
     "a2c CartPole": Task("a2c", "CartPole-v1", 500_000, 475),
     "daac CartPole": Task("daac", "CartPole-v1", 500_000, 475),
     "impala CartPole": Task("impala", "CartPole-v1", 500_000, 475),

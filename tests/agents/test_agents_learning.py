@@ -31,7 +31,7 @@ def test_a_policy_without_memory_stays_at_chance(record_property):
 @pytest.mark.slow
 def test_ppo_learns_on_the_host(record_property):
     pytest.importorskip("gymnasium")
-    agent = PPO.create(make_env("gymnasium:CartPole-v1"))
+    agent = PPO.create(make_env("gymnasium:CartPole-v1"), decay_steps=300_000)
     state, _ = agent.train(300_000, seed=0, progress="silent")
     result = agent.eval(state, NUM_EPISODES)["episode_return"]
     record_property("returns", f"{result:.4g}")
