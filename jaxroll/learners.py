@@ -213,10 +213,10 @@ def gradient(
 
 
 class Guarded(optax.GradientTransformationExtraArgs):
-    """An optimiser that looks after its own state: `update` takes the gradient's `norm` as well,
-    and where that is not finite it changes nothing.
+    """An optimiser that guards its own state.
 
-    Any other optax transformation does, too, at the price of a copy of its state.
+    `update` takes the gradient's `norm` as well, and changes nothing where that is not finite. Any
+    other optax transformation is guarded from outside, at the price of a copy of its state.
     """
 
 

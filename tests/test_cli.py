@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings as hypothesis_settings, stra
 from jaxroll.agents import AGENTS
 from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
+from jaxroll.cli.train import _saved
 from jaxroll.config import Config
 
 TINY = [
@@ -316,6 +317,10 @@ def test_a_terminal_shows_the_bar_then_the_result(tmp_path):
     assert list((tmp_path / "cache" / "jaxroll").rglob("*"))  # compiled programs are kept
 
 
+def test_a_stop_that_could_not_save_does_not_say_so(tmp_path):
+    assert _saved(tmp_path) == f"but nothing could be saved in {tmp_path}."
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_resume_goes_on(number, tmp_path):
@@ -325,7 +330,9 @@ def test_a_signal_saves_and_resume_goes_on(number, tmp_path):
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert "jaxroll resume run" in out
+    step = re.search(r"saved at step ([\d,]+)\. Go on with: jaxroll resume run", out)
+    assert step is not None, out
+    assert int(step[1].replace(",", "")) >= read_rows(tmp_path / "run")[-1]["step"]
     done = read_rows(tmp_path / "run")[-1]["step"]
     more = spawn(["resume", "run", "--num-train-steps", str(done + 64), "--quiet"], tmp_path)
     assert more.wait(timeout=300) == 0

@@ -134,6 +134,7 @@ def test_host_environments_act_and_train():
         ({"hyperparameters": {"num_envs": 6, "num_actors": 4}}, ValueError, "must divide num_envs"),
         ({"hyperparameters": {"hidden_sizes": ["a"]}}, (ValueError, TypeError), "hidden_sizes"),
         ({"hyperparameters": {"network": "transformer"}}, ValueError, "network"),
+        ({"agent": "impala", "num_train_steps": 320}, ValueError, "more than the 320 steps"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_made(config, error, message, tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ The synchronous form of A3C (Mnih et al., 2016), by default with Adam.
 
 Defaults: whole returns up to the rollout's end (λ = 1) and the weights of the losses are those of
 A3C, but for the entropy's: advantages are not normalised, and returns of CartPole's size drown the
-paper's 0.01. With 0.1, 16 x 16 steps and 2e-3, all of 10 seeds have CartPole-v1 solved after 375 k
-and after 500 k steps.
+paper's 0.01. With 0.1, 16 x 16 steps and 2e-3, all of 10 seeds had CartPole-v1 solved after 500 k
+steps; in a run of three seeds that rounded in another way, one stood at a return of 341 there.
 """
 
 from __future__ import annotations

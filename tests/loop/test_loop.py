@@ -207,6 +207,13 @@ def test_bad_options_are_refused_before_anything_is_written(message, tmp_path, m
     assert not directory.exists()
 
 
+def test_a_run_that_would_end_before_its_first_update_is_refused(tmp_path):
+    agent = small("impala", DRIFT, num_storages=12)
+    with pytest.raises(ValueError, match=f"more than the {agent.prefilled_steps} steps"):
+        agent.train(agent.prefilled_steps, checkpoint_dir=tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_is_not_overwritten(ppo, tmp_path):
     ppo.train(64, checkpoint_dir=tmp_path, **QUIET)
     with pytest.raises(FileExistsError, match=r"at step 64.*resume=True"):
