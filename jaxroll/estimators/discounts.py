@@ -45,6 +45,53 @@ def only_valid(valid: Array | None, x: Array, otherwise: Array) -> Array:
     return x if valid is None else jnp.where(valid, x, otherwise)
 
 
+def has_ended(row: Any) -> Array | None:
+    """Whether what follows a step belongs to something else; None: never.
+
+    So it is where an episode ended, and in a row that is not valid.
+    """
+    found = None
+    for flag in (row.terminated, row.truncated, None if row.valid is None else ~row.valid):
+        if flag is not None:
+            found = flag if found is None else found | flag
+    return found
+
+
+def following(x: Array, last: Array) -> Array:
+    """[T, B] what the next row holds, `last` [B] after the last one."""
+    return jnp.concatenate([x[1:], last[None]])
+
+
+def nothing_behind(onward: Array, ended: Array | None) -> Array:
+    """`onward`, or 0 where a step has ended."""
+    return onward if ended is None else jnp.where(ended, jnp.zeros_like(onward), onward)
+
+
+def decayed_sums(x: Array, decay: Array, rows: Any, *, unroll: int) -> Array:
+    """Sums to the end of each episode: sₜ = xₜ + decayₜ sₜ₊₁, and sₜ₊₁ = 0 behind an end.
+
+    What does not depend on s is computed before, for all rows at once: only one product and one
+    sum are left for the walk, which is what a narrow rollout's time goes into.
+
+    Args:
+      x: [T, B].
+      decay: a scalar or [T, B].
+      rows: has `terminated`, `truncated` and `valid`, [T, B] or None.
+      unroll: passed to `jax.lax.scan`.
+
+    Returns:
+      [T, B].
+    """
+
+    def step(onward: Array, row: Any) -> tuple[Array, Array]:
+        total = row.x + row.decay * nothing_behind(onward, row.ended)
+        return total, total
+
+    # zeros_like of data, not zeros: under shard_map a carry must vary as its data do.
+    zero = jnp.zeros_like(x[-1])
+    return backward(step, zero, unroll=unroll, x=x, decay=decay, ended=has_ended(rows))
+
+
 def backward(
     step: Callable[[Any, Any], tuple[Any, Any]], last: Any, *, unroll: int, **rows: Any
 ) -> Any:

@@ -6,8 +6,6 @@ stops the bootstrap, `truncated` stops only the trace.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from jaxroll.estimators import discounts
@@ -30,10 +28,9 @@ def gae(
     """Advantage of each action, looking ahead with exponentially fading trust.
 
         δₜ = rₜ + γ vₜ₊₁ − vₜ
-        Aₜ = δₜ + γ λ (1 − doneₜ) Aₜ₊₁
+        Aₜ = δₜ + γ λ Aₜ₊₁
 
-    computed with a single carry cₜ = vₜ + λ Aₜ, because Aₜ = rₜ + γ cₜ₊₁ − vₜ. At an end
-    cₜ₊₁ is 0 (terminated) or V(final observation) (truncated).
+    At an end vₜ₊₁ is 0 (terminated) or V(final observation) (truncated), and Aₜ₊₁ is 0.
 
     Args:
       rewards: [T, B] reward received after acting at step t.
@@ -70,25 +67,11 @@ def gae(
         numbers={"discount": discount, "gae_lambda": gae_lambda},
     )
 
-    def step(onward: Array, row: Any) -> tuple[Array, Targets]:
-        advantage = row.rewards + row.discount * discounts.after(onward, row) - row.values
-        advantage = discounts.only_valid(row.valid, advantage, jnp.zeros_like(advantage))
-        # Both results come out of the walk: a second pass to add the values costs 20 % and more.
-        return row.values + row.trace * advantage, Targets(advantage, row.values + advantage)
-
-    return discounts.backward(
-        step,
-        x.last_values,
-        unroll=unroll,
-        rewards=x.rewards,
-        values=x.values,
-        terminated=x.terminated,
-        truncated=x.truncated,
-        bootstrap_values=x.bootstrap_values,
-        discount=x.discount,
-        trace=discounts.one_earlier(x.gae_lambda),
-        valid=x.valid,
-    )
+    following = discounts.following(x.values, x.last_values)
+    errors = x.rewards + x.discount * discounts.after(following, x) - x.values
+    errors = discounts.only_valid(x.valid, errors, jnp.zeros_like(errors))
+    advantages = discounts.decayed_sums(errors, x.discount * x.gae_lambda, x, unroll=unroll)
+    return Targets(advantages, advantages + x.values)
 
 
 def lambda_returns(

@@ -5,12 +5,18 @@ Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.discounts`.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxroll.estimators import discounts
 from jaxroll.types import Array, Targets
+
+# On a CPU, bytes of an array from which on a walk that computes everything row by row is faster:
+# temporary arrays do not fit into the cache any more.
+_LARGE = 8 * 2**20
 
 
 def vtrace(
@@ -84,57 +90,47 @@ def vtrace(
 
     # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
     log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
-    rows = {
-        "rhos": jnp.exp(log_rhos),
-        "rewards": x.rewards,
-        "values": x.values,
-        "terminated": x.terminated,
-        "truncated": x.truncated,
-        "bootstrap_values": x.bootstrap_values,
-        "discount": x.discount,
-        "clip_rho": x.clip_rho,
-        "valid": x.valid,
-    }
+    rows = SimpleNamespace(**{**vars(x), "rhos": jnp.exp(log_rhos)})
 
-    def error(row: Any, onward: Array) -> Array:
-        """How far a reward and what follows it are from the value; 0 in a row not valid."""
-        found = row.rewards + row.discount * onward - row.values
-        return discounts.only_valid(row.valid, found, jnp.zeros_like(found))
+    def surprise(row: Any, error: Array, behind: Array) -> Array:
+        """g − v of a step, from its error and the next step's g − v."""
+        passed = row.discount * row.trace_lambda * jnp.minimum(row.clip_c, row.rhos)
+        return jnp.minimum(row.clip_rho, row.rhos) * error + passed * behind
 
-    if _is_one_weight(clip_rho, clip_c, clip_pg_rho, trace_lambda):
-        # gₜ = vₜ + ρₜ (rₜ + γ gₜ₊₁ − vₜ) and Aₜ = gₜ − vₜ: one carry, a third faster.
-        def short(onward: Array, row: Any) -> tuple[Array, Targets]:
-            rho = jnp.minimum(row.clip_rho, row.rhos)
-            advantage = rho * error(row, discounts.after(onward, row))
-            target = row.values + advantage
-            return target, Targets(advantage, target)
+    def advantage(row: Any, error: Array, behind: Array) -> Array:
+        weight = jnp.minimum(row.clip_pg_rho, row.rhos)
+        return weight * (error + row.discount * row.trace_lambda * behind)
 
-        return discounts.backward(short, x.last_values, unroll=unroll, **rows)
+    if x.rewards.nbytes < _LARGE or jax.default_backend() != "cpu":
+        # What does not need the walk is computed for all rows at once; the barrier has errors,
+        # which both need, computed once.
+        errors = _error(x, discounts.following(x.values, x.last_values))
+        rows.errors, rows.ended = jax.lax.optimization_barrier(errors), discounts.has_ended(x)
+
+        def walk(onward: Array, row: Any) -> tuple[Array, Array]:
+            found = surprise(row, row.errors, discounts.nothing_behind(onward, row.ended))
+            return found, found
+
+        zero = jnp.zeros_like(x.last_values)
+        needed = ("errors", "ended", "rhos", "discount", "trace_lambda", "clip_c", "clip_rho")
+        inputs = {name: getattr(rows, name) for name in needed}
+        surprises = discounts.backward(walk, zero, unroll=unroll, **inputs)
+        behind = discounts.nothing_behind(discounts.following(surprises, zero), rows.ended)
+        return Targets(advantage(rows, rows.errors, behind), x.values + surprises)
 
     def step(onward: tuple[Array, Array], row: Any) -> tuple[tuple[Array, Array], Targets]:
-        # onward is (v, v + λ (g − v)) of the next step; past an end both are the same value.
-        value, mixed = (discounts.after(each, row) for each in onward)
-        surprise = jnp.minimum(row.clip_rho, row.rhos) * error(row, value)
-        surprise += row.discount * jnp.minimum(row.clip_c, row.rhos) * (mixed - value)
-        advantage = jnp.minimum(row.clip_pg_rho, row.rhos) * error(row, mixed)
-        carry = (row.values, row.values + row.trace * surprise)
-        return carry, Targets(advantage, row.values + surprise)
+        value, behind = onward
+        error = _error(row, value)
+        behind = discounts.nothing_behind(behind, discounts.has_ended(row))
+        found = surprise(row, error, behind)
+        return (row.values, found), Targets(advantage(row, error, behind), row.values + found)
 
-    return discounts.backward(
-        step,
-        (x.last_values, x.last_values),
-        unroll=unroll,
-        clip_c=x.clip_c,
-        clip_pg_rho=x.clip_pg_rho,
-        trace=discounts.one_earlier(x.trace_lambda),
-        **rows,
-    )
+    last = (x.last_values, jnp.zeros_like(x.last_values))
+    del rows.last_values  # no row
+    return discounts.backward(step, last, unroll=unroll, **vars(rows))
 
 
-def _is_one_weight(clip_rho: Any, clip_c: Any, clip_pg_rho: Any, trace_lambda: Any) -> bool:
-    """Whether, already while tracing, all weights are known to be the same and λ to be 1."""
-
-    def same(a: Any, b: Any) -> bool:
-        return a is b or (isinstance(a, int | float) and isinstance(b, int | float) and a == b)
-
-    return same(clip_rho, clip_c) and same(clip_rho, clip_pg_rho) and same(trace_lambda, 1.0)
+def _error(row: Any, following: Array) -> Array:
+    """How far a reward and what follows it are from the value; 0 in a row not valid."""
+    found = row.rewards + row.discount * discounts.after(following, row) - row.values
+    return discounts.only_valid(row.valid, found, jnp.zeros_like(found))

@@ -1,14 +1,18 @@
 """What must hold between estimators, and between rollouts of the same experience."""
 
+import importlib
+
 import estimator_reference as reference
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from estimator_calls import (
     CLIPS,
     assert_same,
     call,
     clean_case,
     each_kind,
+    expected,
     float32,
 )
 
@@ -31,10 +35,12 @@ def test_on_policy_vtrace_is_the_lambda_return():
     assert_same((returns,), call("lambda_returns", case))
 
 
-def test_short_form_of_vtrace_equals_the_general_one():
-    case = float32({**reference.random_case(np.random.default_rng(7), 9, 5), "trace_lambda": 1.0})
-    general = call("vtrace", case, clip_rho=jnp.float32(1), clip_c=jnp.float32(1))
-    assert_same(call("vtrace", case), general)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_vtrace_of_large_arrays_walks_by_rows_and_equals_the_explicit_sum(monkeypatch, per_row):
+    monkeypatch.setattr(importlib.import_module("jaxroll.estimators.vtrace"), "_LARGE", 0)
+    for seed, options in enumerate(({}, CLIPS, CLIPS)):
+        case = reference.random_case(np.random.default_rng(seed), 11, 6, per_row=per_row)
+        assert_same(call("vtrace", float32(case), **options), expected("vtrace", case, **options))
 
 
 def test_unclipped_vtrace_of_a_ratio_that_is_one_ignores_the_clips():
