@@ -1,5 +1,7 @@
 """The imperative shell around pure agents: dispatch, evaluation, checkpoints, logs, signals."""
 
-from jaxroll.loop.training import Event, NonFiniteError, describe, evaluate, load, save, train
+from jaxroll.loop.evaluation import evaluate
+from jaxroll.loop.states import describe, load, save
+from jaxroll.loop.training import Event, NonFiniteError, train
 
 __all__ = ["Event", "NonFiniteError", "describe", "evaluate", "load", "save", "train"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,15 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll import collectors, parallel
-from jaxroll.checkpoints import (
-    Checkpointer,
-    CheckpointWarning,
-    RunLock,
-    load_pytree,
-    save_pytree,
-)
+from jaxroll import parallel
+from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
 from jaxroll.learners import check_reduction
+from jaxroll.loop.evaluation import evaluation_columns
 from jaxroll.loop.options import (
     as_callbacks,
     as_loggers,
@@ -34,12 +27,10 @@ from jaxroll.loop.options import (
     has_steps,
 )
 from jaxroll.loop.programs import make_program
+from jaxroll.loop.schedule import Schedule, next_pace
 from jaxroll.loop.signals import Interrupts
+from jaxroll.loop.states import describe, params_of
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
-
-# Folded into the run's key for evaluations: far from the numbers that `split` uses.
-EVAL_FOLD = 2**30 + 1
-SECONDS_PER_DISPATCH = 0.5  # how long a signal may have to wait
 
 
 class NonFiniteError(FloatingPointError):
@@ -131,14 +122,14 @@ def train(
     callbacks = as_callbacks(callbacks)
     loggers = as_loggers(loggers, checkpoint_dir)
     is_primary = jax.process_index() == 0
-    run = _Run(agent, seed, mesh, reduction, log_interval, eval_interval, checkpoint_interval)
+    run = Schedule(agent, log_interval, eval_interval, checkpoint_interval)
     shown = Progress(
         num_train_steps,
         description=f"{agent.name} {agent.env_name}",
         mode=progress,  # pyright: ignore[reportArgumentType]
         enabled=is_primary,
     )
-    params = None if init_model_path is None else _params_of(agent, init_model_path)
+    params = None if init_model_path is None else params_of(agent, init_model_path)
     history = History()
     members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
@@ -165,7 +156,7 @@ def train(
         stack.enter_context(parallel.peer_guard(own_process=own_process))
         shown.status("compiling")
         began = time.monotonic()
-        carry, iteration, elapsed = _begin(run, program, checkpointer, state, resume, params)
+        carry, iteration, elapsed = _begin(run, seed, program, checkpointer, state, resume, params)
         logger = None
         if is_primary:
             # A row that a longer run would not have is written again when it is whole.
@@ -201,7 +192,7 @@ def train(
             iteration += count
             interrupts.nothing_to_save = False
             now = time.monotonic()
-            pace = _next_pace(pace, count, now - dispatched, fixed=jax.process_count() > 1, run=run)
+            pace = next_pace(pace, count, now - dispatched, fixed=jax.process_count() > 1, run=run)
             step = run.steps(iteration)
             stop = None
             at_end = iteration == total
@@ -213,7 +204,7 @@ def train(
                     row["partial"] = True  # a longer run will have a whole row here instead
                 if eval_interval is not None and (run.is_eval(iteration) or at_end):
                     shown.status("evaluating")
-                    row |= _evaluation(
+                    row |= evaluation_columns(
                         agent, carry["state"], seed, iteration, num_eval_episodes, eval_env
                     )
                 last_row_time, last_row_step = time.monotonic(), step
@@ -251,57 +242,6 @@ def train(
     return carry["state"], history
 
 
-class _Run:
-    """When things happen: everything is counted in iterations from the start of the run."""
-
-    def __init__(
-        self,
-        agent: Any,
-        seed: int,
-        mesh: Mesh | None,
-        reduction: str,
-        log_interval: int,
-        eval_interval: int | None,
-        checkpoint_interval: int | None,
-    ):
-        self.agent, self.seed, self.mesh, self.reduction = agent, seed, mesh, reduction
-        self.log_every = self._iterations("log_interval", log_interval)
-        self.save_every = self._iterations("checkpoint_interval", checkpoint_interval)
-        every = self._iterations("eval_interval", eval_interval)
-        # An evaluation belongs to a row.
-        self.eval_every = every and -(-every // self.log_every) * self.log_every
-
-    def _iterations(self, name: str, steps: int | None) -> Any:
-        if steps is None:
-            return None
-        if steps < 1:
-            raise ValueError(f"{name} must be at least 1 environment step, got {steps}.")
-        return max(1, -(-int(steps) // self.agent.steps_per_iteration))
-
-    def steps(self, iteration: int) -> int:
-        """Environment steps after so many iterations."""
-        return self.agent.prefilled_steps + iteration * self.agent.steps_per_iteration
-
-    def iterations(self, steps: int) -> int:
-        """Iterations that reach at least so many environment steps."""
-        left = steps - self.agent.prefilled_steps
-        return max(0, math.ceil(left / self.agent.steps_per_iteration))
-
-    def is_log(self, iteration: int) -> bool:
-        return iteration % self.log_every == 0
-
-    def is_eval(self, iteration: int) -> bool:
-        return bool(self.eval_every) and iteration % self.eval_every == 0
-
-    def is_save(self, iteration: int) -> bool:
-        return bool(self.save_every) and iteration % self.save_every == 0
-
-    def until_next(self, iteration: int) -> int:
-        """Iterations until something has to happen."""
-        every = [self.log_every] + ([self.save_every] if self.save_every else [])
-        return min(n - iteration % n for n in every)
-
-
 def _unless_full(action: Callable[..., Any], *args: Any) -> None:
     """A row that a full disk does not take is no reason to end a run."""
     try:
@@ -316,7 +256,8 @@ def _unless_full(action: Callable[..., Any], *args: Any) -> None:
 
 
 def _begin(
-    run: _Run,
+    run: Schedule,
+    seed: int,
     program: Any,
     checkpointer: Checkpointer | None,
     state: Any,
@@ -327,7 +268,7 @@ def _begin(
     if state is not None:
         state = program.place(jax.tree.map(jnp.copy, state))
         return program.start(state), _iteration(state), 0.0
-    fresh = program.init(run.seed)
+    fresh = program.init(seed)
     if params is not None:
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
@@ -340,31 +281,9 @@ def _begin(
     return carry, iteration, float(metadata["config"].get("elapsed", 0.0))
 
 
-def _params_of(agent: Any, path: str | Path) -> Any:
-    """The params in a run or a saved state; read before anything is compiled or written."""
-    if not Path(path).exists():
-        raise FileNotFoundError(
-            f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
-        )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
-    like = jax.eval_shape(init, key).params
-    return load_pytree(_checkpoints_in(path), like, subtree="state/shared/params")[0]
-
-
 def _iteration(state: Any) -> int:
     """Iterations done; members of a sweep are always at the same one."""
     return int(np.asarray(state.shared.iteration).flat[0])
-
-
-def _next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: _Run) -> int:
-    """How many iterations the next dispatch may have, for one to take about half a second."""
-    if fixed:  # processes must agree, and their clocks do not
-        return max(1, min(run.log_every, 16))
-    if count < pace:
-        return pace
-    wanted = int(count * SECONDS_PER_DISPATCH / max(seconds, 1e-4))
-    return max(1, min(wanted, 4 * pace))
 
 
 def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpointer | None) -> None:
@@ -411,113 +330,3 @@ def _tidy_rows(row: dict[str, Any], members: Any) -> list[dict[str, Any]]:
         columns | {k: v[i] if np.ndim(v) else v for k, v in row.items() if k not in columns}
         for i, columns in enumerate(members)
     ]
-
-
-def _evaluation(
-    agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any
-) -> dict[str, Any]:
-    def key(seed: Any) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
-
-    members = getattr(agent, "seeds", None)
-    keys = key(seed) if members is None else jax.vmap(key)(members)
-    result = evaluate_with_key(agent, state, keys, num_episodes, True, env)
-    return {
-        "eval_episode_return": result["episode_return"],
-        "eval_episode_length": result["episode_length"],
-    }
-
-
-def evaluate(
-    agent: Any,
-    state: Any,
-    num_episodes: int,
-    *,
-    seed: int = 0,
-    deterministic: bool = True,
-    env: Any = None,
-) -> dict[str, Any]:
-    """Play whole episodes; see `DistributedAgent.eval`."""
-    key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
-    members = getattr(agent, "members", None)
-    if members is not None:
-        key = jnp.broadcast_to(key, (len(members),))
-    return evaluate_with_key(agent, state, key, num_episodes, deterministic, env)
-
-
-def evaluate_with_key(
-    agent: Any, state: Any, key: jax.Array, num_episodes: int, deterministic: bool, env: Any
-) -> dict[str, Any]:
-    """Mean and each of the returns and lengths of `num_episodes` whole episodes.
-
-    With a key for each member of a sweep, [N], so are the results.
-    """
-    env = agent.env if env is None else env
-    params = parallel.local(agent.acting_params(state.shared))
-    if agent.is_host:
-        result = collectors.evaluate_host(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
-    else:
-        play = _evaluate_members if key.ndim else _evaluate
-        result = play(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
-    returns = np.asarray(result.episode_return)
-    lengths = np.asarray(result.episode_length)
-    return {
-        "episode_return": returns.mean(-1).tolist(),
-        "episode_return_std": returns.std(-1).tolist(),
-        "episode_length": lengths.mean(-1).tolist(),
-        "episode_returns": returns,
-        "episode_lengths": lengths,
-        "num_episodes": int(num_episodes),
-    }
-
-
-_evaluate = functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic")
-)(collectors.evaluate)
-
-
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic")
-)
-def _evaluate_members(env: Any, policy: Any, params: Any, keys: Any, **options: Any) -> Any:
-    return jax.vmap(lambda p, k: collectors.evaluate(env, policy, p, k, **options))(params, keys)
-
-
-def describe(agent: Any) -> dict[str, Any]:
-    """The agent's name, environment and hyperparameters, as JSON can hold them."""
-    values = {}
-    for name in agent.hyperparameters():
-        value = getattr(agent, name)
-        if hasattr(value, "tolist"):
-            value = np.asarray(value).tolist()
-        if isinstance(value, float) and math.isinf(value):
-            value = None
-        values[name] = list(value) if isinstance(value, tuple) else value
-    return {"agent": agent.name, "env": agent.env_name, "hyperparameters": values}
-
-
-def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:
-    """Write a state to a directory of its own, verified when it is loaded."""
-    save_pytree(path, {"state": state}, describe(agent), overwrite=overwrite)
-
-
-def load(agent: Any, path: str | Path) -> Any:
-    """The state that `save`, or a run, wrote; another architecture is an error that says where."""
-    like = jax.eval_shape(agent.init, jax.random.key(0)) if not agent.is_host else None
-    if like is None:
-        program = make_program(agent, None, "fast")
-        try:
-            like = program.init(0)
-        finally:
-            program.close()
-    return load_pytree(_checkpoints_in(path), like, subtree="state")[0]
-
-
-def _checkpoints_in(path: str | Path) -> Path:
-    """A run directory's checkpoints, or the path itself."""
-    steps = Path(path) / "checkpoints"
-    return steps if steps.is_dir() else Path(path)

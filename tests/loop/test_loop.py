@@ -69,7 +69,7 @@ def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
 
 def test_rows_come_on_a_fixed_interval_however_iterations_are_grouped(ppo, monkeypatch):
     def rows(pace):
-        monkeypatch.setattr(loop.training, "_next_pace", lambda *args, **kwargs: pace)
+        monkeypatch.setattr(loop.training, "next_pace", lambda *args, **kwargs: pace)
         return ppo.train(320, log_interval=96, **QUIET)
 
     one, many = rows(1), rows(100)

@@ -1,0 +1,61 @@
+"""States and params on disk, outside of a run's own checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll.checkpoints import load_pytree, save_pytree
+from jaxroll.loop.programs import make_program
+
+
+def describe(agent: Any) -> dict[str, Any]:
+    """The agent's name, environment and hyperparameters, as JSON can hold them."""
+    values = {}
+    for name in agent.hyperparameters():
+        value = getattr(agent, name)
+        if hasattr(value, "tolist"):
+            value = np.asarray(value).tolist()
+        if isinstance(value, float) and math.isinf(value):
+            value = None
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return {"agent": agent.name, "env": agent.env_name, "hyperparameters": values}
+
+
+def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:
+    """Write a state to a directory of its own, verified when it is loaded."""
+    save_pytree(path, {"state": state}, describe(agent), overwrite=overwrite)
+
+
+def load(agent: Any, path: str | Path) -> Any:
+    """The state that `save`, or a run, wrote; another architecture is an error that says where."""
+    like = jax.eval_shape(agent.init, jax.random.key(0)) if not agent.is_host else None
+    if like is None:
+        program = make_program(agent, None, "fast")
+        try:
+            like = program.init(0)
+        finally:
+            program.close()
+    return load_pytree(_checkpoints_in(path), like, subtree="state")[0]
+
+
+def _checkpoints_in(path: str | Path) -> Path:
+    """A run directory's checkpoints, or the path itself."""
+    steps = Path(path) / "checkpoints"
+    return steps if steps.is_dir() else Path(path)
+
+
+def params_of(agent: Any, path: str | Path) -> Any:
+    """The params in a run or a saved state; read before anything is compiled or written."""
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
+        )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
+    like = jax.eval_shape(init, key).params
+    return load_pytree(_checkpoints_in(path), like, subtree="state/shared/params")[0]
