@@ -32,6 +32,9 @@ from jaxroll.loop.signals import Interrupts
 from jaxroll.loop.states import describe, params_of
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
 
+# Why a run ends before its steps are done; the later goes before the earlier.
+STOPS = (None, "time_budget", "callback", "target_return", "SIGINT", "SIGTERM")
+
 
 class NonFiniteError(FloatingPointError):
     """A gradient was not finite; the params are those from before it."""
@@ -90,7 +93,8 @@ def train(
       keep_checkpoints: how many of the latest stay.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
       init_model_path: take only the params from this checkpoint.
-      callbacks: called with an `Event` after each row; a true result stops the run.
+      callbacks: called with an `Event` after each row; a true result stops the run, on any process
+        all of them.
       loggers: names ("csv", "tensorboard") or functions of a row.
       log_interval: environment steps between rows (rounded up to whole iterations).
       eval_interval: environment steps between evaluations; None: none.
@@ -226,8 +230,7 @@ def train(
                 shown.update(step)
             if time_budget is not None and elapsed + time.monotonic() - began >= time_budget:
                 stop = stop or "time_budget"
-            if parallel.any_process(interrupts.received is not None):
-                stop = interrupts.name or "SIGTERM"
+            stop = _agreed(interrupts.name or stop)
             if stop or at_end or run.is_save(iteration):
                 save(iteration)
                 saved = iteration
@@ -240,6 +243,11 @@ def train(
             checkpointer.wait()
     history.stopped_by = stopped_by
     return carry["state"], history
+
+
+def _agreed(stop: str | None) -> str | None:
+    """Why any process wants to stop: clocks and callbacks differ, the last step must not."""
+    return STOPS[parallel.largest(STOPS.index(stop))]
 
 
 def _unless_full(action: Callable[..., Any], *args: Any) -> None:

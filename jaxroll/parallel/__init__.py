@@ -4,9 +4,9 @@ from jaxroll.parallel.mesh import ACTORS, check_mesh, make_mesh, place, sharding
 from jaxroll.parallel.multihost import (
     PEER_LOST,
     PeerLostError,
-    any_process,
     initialize,
     is_peer_lost,
+    largest,
     local,
     peer_guard,
 )
@@ -16,10 +16,10 @@ __all__ = [
     "ACTORS",
     "PEER_LOST",
     "PeerLostError",
-    "any_process",
     "check_mesh",
     "initialize",
     "is_peer_lost",
+    "largest",
     "local",
     "make_mesh",
     "on_mesh",

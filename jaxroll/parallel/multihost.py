@@ -64,13 +64,13 @@ def initialize(
     )
 
 
-def any_process(flag: bool) -> bool:
-    """Whether the flag is up on any process: they all learn it, and stop at the same step."""
+def largest(number: int) -> int:
+    """The largest of the processes' numbers: what all of them learn, to do the same at one step."""
     if jax.process_count() == 1:
-        return flag
+        return number
     from jax.experimental import multihost_utils
 
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+    return int(np.max(multihost_utils.process_allgather(np.asarray(number, np.int32))))
 
 
 @contextlib.contextmanager

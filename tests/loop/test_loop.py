@@ -135,6 +135,13 @@ def test_stops_say_why(ppo):
     assert history.stopped_by == "steps"
 
 
+def test_what_another_process_wants_stops_this_one_too(ppo, monkeypatch):
+    wanted = loop.training.STOPS.index("time_budget")
+    monkeypatch.setattr(loop.training.parallel, "largest", lambda number: max(number, wanted))
+    _, history = ppo.train(10**9, **QUIET)
+    assert history.stopped_by == "time_budget"
+
+
 def test_evaluations_come_with_their_rows_and_can_stop_the_run(ppo):
     options = {"log_interval": 32, "eval_interval": 64, "num_eval_episodes": 3}
     _, history = ppo.train(160, **options, **QUIET)

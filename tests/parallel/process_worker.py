@@ -19,6 +19,8 @@ options = {
     "resume": False,
     "die_at": None,  # iterations after which this process kills itself
     "own_process": True,
+    "stop_at": None,  # iterations after which a callback of this process asks for the end
+    "time_budget": None,
     **json.loads(sys.argv[1]),
 }
 jax.config.update("jax_num_cpu_devices", options["devices"])
@@ -39,6 +41,9 @@ def main():
         if options["die_at"] is not None and event.state.shared.iteration >= options["die_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def stop(event):
+        return options["stop_at"] is not None and event.state.shared.iteration >= options["stop_at"]
+
     _, history = agent.train(
         agent.prefilled_steps + options["iterations"] * steps,
         mesh=jaxroll.parallel.make_mesh(),
@@ -47,7 +52,8 @@ def main():
         checkpoint_interval=4 * steps,
         log_interval=steps if options["dir"] else 10**9,
         resume=options["resume"],
-        callbacks=[die],
+        callbacks=[die, stop],
+        time_budget=options["time_budget"],
         progress="silent",
         own_process=options["own_process"],
     )

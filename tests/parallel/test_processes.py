@@ -47,8 +47,11 @@ def start(**options):
     )
 
 
-def start_all(num_processes, die=None, **options):
-    """The processes of a run, loopback only; `die` is (which process, after which iteration)."""
+def start_all(num_processes, die=None, only=None, **options):
+    """The processes of a run, loopback only.
+
+    `die` is (which process, after which iteration), `only` (which process, its own options).
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,6 +62,7 @@ def start_all(num_processes, die=None, **options):
             num_processes=num_processes,
             process_id=i,
             die_at=die[1] if die and die[0] == i else None,
+            **(only[1] if only and only[0] == i else {}),
         )
         for i in range(num_processes)
     ]
@@ -121,6 +125,26 @@ def test_a_run_of_two_processes_resumes_on_one(devices, undisturbed, tmp_path):
     finish(start_all(2, devices=2, dir=str(run), iterations=6))
     finish([start(devices=devices, dir=str(run), resume=True)])
     assert same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("process", "wish", "reason"),
+    [
+        (0, {"time_budget": 1e-3}, "time_budget"),
+        pytest.param(1, {"time_budget": 1e-3}, "time_budget", marks=pytest.mark.long),
+        pytest.param(1, {"stop_at": 3}, "callback", marks=pytest.mark.long),
+    ],
+)
+def test_when_one_process_wants_to_stop_all_stop_at_one_step(process, wish, reason, tmp_path):
+    processes = start_all(
+        2, devices=1, dir=str(tmp_path / "run"), iterations=10**6, only=(process, wish)
+    )
+    try:
+        said = [one.communicate(timeout=PATIENCE) for one in processes]
+    finally:
+        end(processes)
+    assert [one.returncode for one in processes] == [0, 0], said
+    assert all(f"ended by {reason}" in out for out, _ in said)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
