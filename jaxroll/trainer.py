@@ -136,14 +136,11 @@ class DistributedTrainer:
             *("nonfinite", "init_model_path", "loggers"),
         )
         mesh = self.make_mesh()
-        if self.out is not None and jax.process_index() == 0:
-            existing = self.out / "config.toml"
-            if existing.exists() and not resume:
-                raise FileExistsError(
-                    f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
-                    "another out."
-                )
-            config.write(existing)
+        if self.out is not None and not resume and (self.out / "config.toml").exists():
+            raise FileExistsError(
+                f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
+                "another out."
+            )
         self._state, self.history = loop.train(
             self.agent,
             config.num_train_steps,
@@ -155,6 +152,7 @@ class DistributedTrainer:
             callbacks=callbacks,
             progress=config.progress if progress is None else progress,
             config={"config": config.to_dict()},
+            on_begin=self._write_config,
             own_process=own_process,
         )
         return self._state, self.history
@@ -226,6 +224,10 @@ class DistributedTrainer:
         if jax.process_count() > 1:
             return parallel.make_mesh()
         return None if self.config.devices is None else parallel.make_mesh(self.config.devices)
+
+    def _write_config(self) -> None:
+        if self.out is not None:
+            self.config.write(self.out / "config.toml")
 
     def _check_spaces(self) -> None:
         if self.test_env is None:

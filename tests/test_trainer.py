@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxroll
+from jaxroll.checkpoints import LockedError, MismatchError, RunLock
 from jaxroll.config import Config
 from jaxroll.reporting import History
 from jaxroll.trainer import DistributedTrainer
@@ -89,6 +90,18 @@ def test_a_run_is_not_written_over_but_continued(run):
     whole = DistributedTrainer(again.config.replace(out=None))
     _, expected = whole.train()
     assert rows(history) == rows(expected)
+
+
+def test_a_resume_that_fails_leaves_the_config_as_it_was(run):
+    again = DistributedTrainer(run.config.replace(num_train_steps=1024))
+    before = (run.out / "config.toml").read_text()
+    with RunLock(run.out), pytest.raises(LockedError):
+        again.train(resume=True)
+    assert (run.out / "config.toml").read_text() == before
+    wider = DistributedTrainer(run.config.set({"hidden_sizes": [16], "num_train_steps": 1024}))
+    with pytest.raises(MismatchError):
+        wider.train(resume=True)
+    assert (run.out / "config.toml").read_text() == before
 
 
 @pytest.mark.slow

@@ -127,10 +127,11 @@ def check_resumable(directory: Path) -> None:
         )
 
 
-def has_steps(checkpointer: Checkpointer) -> bool:
+def has_steps(directory: Path) -> bool:
     """Whether there is anything to restore; steps that are all damaged count, to be an error."""
-    named = checkpointer.directory.glob("*")  # a kill before the first leaves other names
-    return bool(checkpointer.steps()) or any(path.name.isdigit() for path in named)
+    # A kill before the first leaves other names.
+    named = directory.glob("*") if directory.is_dir() else ()
+    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
 
 
 def _check_count(name: str, value: Any) -> None:

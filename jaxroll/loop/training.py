@@ -75,6 +75,7 @@ def train(
     nonfinite: Literal["stop", "skip"] = "stop",
     progress: str = "auto",
     config: dict[str, Any] | None = None,
+    on_begin: Callable[[], Any] = lambda: None,
     own_process: bool = False,
 ) -> tuple[Any, History]:
     """Train an agent until `num_train_steps` environment steps.
@@ -92,7 +93,8 @@ def train(
       checkpoint_interval: environment steps between checkpoints; None: only at the end.
       keep_checkpoints: how many of the latest stay.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
-      init_model_path: take only the params from this checkpoint.
+      init_model_path: take only the params from this checkpoint; not read where a checkpoint of the
+        run itself is there to resume from.
       callbacks: called with an `Event` after each row; a true result stops the run, on any process
         all of them.
       loggers: names ("csv", "tensorboard") or functions of a row.
@@ -106,6 +108,8 @@ def train(
         never applied.
       progress: "auto", "bar", "lines" or "silent".
       config: saved with each checkpoint, beside the agent's hyperparameters.
+      on_begin: called once, on process 0, when the directory is this run's: locked and, where there
+        is something to restore, restored.
       own_process: end the process itself at a second signal, when a first finds nothing to save, or
         when another process of the run is gone (exit code `parallel.PEER_LOST`).
 
@@ -133,7 +137,9 @@ def train(
         mode=progress,  # pyright: ignore[reportArgumentType]
         enabled=is_primary,
     )
-    params = None if init_model_path is None else params_of(agent, init_model_path)
+    params = None
+    if init_model_path is not None and not (resume and has_steps(_steps_in(checkpoint_dir))):
+        params = params_of(agent, init_model_path)
     history = History()
     members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
@@ -144,14 +150,18 @@ def train(
                 check_resumable(checkpoint_dir)
             if is_primary:
                 stack.enter_context(RunLock(checkpoint_dir))
-            steps = checkpoint_dir / "checkpoints"
-            checkpointer = Checkpointer(steps, keep_latest=keep_checkpoints, keep_best=0)
+            checkpointer = Checkpointer(
+                _steps_in(checkpoint_dir), keep_latest=keep_checkpoints, keep_best=0
+            )
             if not resume and checkpointer.steps():
                 raise FileExistsError(
                     f"{checkpoint_dir} holds a run already, at step {checkpointer.latest_step()}. "
                     "Use resume=True to go on with it, or another checkpoint_dir."
                 )
             stack.callback(checkpointer.wait)
+        restores = resume and checkpointer is not None and has_steps(checkpointer.directory)
+        if is_primary and not restores:
+            on_begin()
         program = make_program(agent, mesh, reduction)
         stack.callback(program.close)
         stack.enter_context(shown)
@@ -160,7 +170,10 @@ def train(
         stack.enter_context(parallel.peer_guard(own_process=own_process))
         shown.status("compiling")
         began = time.monotonic()
-        carry, iteration, elapsed = _begin(run, seed, program, checkpointer, state, resume, params)
+        source = checkpointer if restores else None
+        carry, iteration, elapsed = _begin(seed, program, source, state, params)
+        if is_primary and restores:
+            on_begin()
         logger = None
         if is_primary:
             # A row that a longer run would not have is written again when it is whole.
@@ -264,29 +277,27 @@ def _unless_full(action: Callable[..., Any], *args: Any) -> None:
 
 
 def _begin(
-    run: Schedule,
-    seed: int,
-    program: Any,
-    checkpointer: Checkpointer | None,
-    state: Any,
-    resume: bool,
-    params: Any,
+    seed: int, program: Any, source: Checkpointer | None, state: Any, params: Any
 ) -> tuple[Any, int, float]:
-    """(carry, iteration, seconds before): new, from a given state, or restored."""
+    """(carry, iteration, seconds before): new, from a given state, or restored from a source."""
     if state is not None:
         state = program.place(jax.tree.map(jnp.copy, state))
         return program.start(state), _iteration(state), 0.0
     fresh = program.init(seed)
-    if params is not None:
+    if params is not None and source is None:
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
     carry = program.start(fresh)
-    if not resume or checkpointer is None or not has_steps(checkpointer):
+    if source is None:
         return carry, _iteration(fresh), 0.0
-    _, carry, metadata = checkpointer.restore(carry, shardings=program.shardings(carry))
+    _, carry, metadata = source.restore(carry, shardings=program.shardings(carry))
     carry = {**carry, "state": program.resume(carry["state"])}
     iteration = _iteration(carry["state"])
     return carry, iteration, float(metadata["config"].get("elapsed", 0.0))
+
+
+def _steps_in(directory: Any) -> Path:
+    return Path(directory) / "checkpoints"
 
 
 def _iteration(state: Any) -> int:

@@ -253,6 +253,20 @@ def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
         ppo.train(32, init_model_path=tmp_path / "nowhere", **QUIET)
 
 
+def test_a_resumed_run_does_not_need_the_params_that_it_began_with(ppo, tmp_path):
+    state, _ = ppo.train(32, **QUIET)
+    ppo.save(state, tmp_path / "gone")
+    options = {"checkpoint_dir": tmp_path / "run", "init_model_path": tmp_path / "gone", **QUIET}
+    ppo.train(64, **options)
+    whole, _ = ppo.train(128, **options | {"checkpoint_dir": tmp_path / "whole"})
+    (tmp_path / "gone").rename(tmp_path / "elsewhere")
+    onward, _ = ppo.train(128, resume=True, **options)
+    assert leaves_equal(onward, whole)
+    with pytest.raises(FileNotFoundError, match="init_model_path"):
+        ppo.train(128, resume=True, **options | {"checkpoint_dir": tmp_path / "new"})
+    assert not (tmp_path / "new").exists()
+
+
 def test_whole_episodes_are_evaluated_and_repeatable(ppo):
     state = init(ppo, jax.random.key(0))
     one, two = (ppo.eval(state, 5, seed=1) for _ in range(2))
