@@ -12,11 +12,15 @@ import io
 import json
 import math
 import os
+import socket
+import struct
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxroll.reporting._files import Appended, replace_file
 from jaxroll.reporting._format import near_matches
 
 Row = Mapping[str, Any]
@@ -80,17 +84,20 @@ class JsonlLogger:
             lines = _up_to(_parse_lines(self.path), resume_from_step)
             text = "".join(f"{line}\n" for line, _ in lines)
             if text.encode() != self.path.read_bytes():
-                _replace_file(self.path, text)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+                replace_file(self.path, text)
+        self._file = Appended(self.path)
 
     def __call__(self, row: Row) -> None:
         """Append a row and hand it to the operating system."""
         # One write for the whole line, so that a reader or a kill sees half a line at most.
         self._file.write(json.dumps(plain_row(row), allow_nan=False) + "\n")
-        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk itself: not even a power cut takes them then."""
+        self._file.sync()
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what a full disk did not take before, and close the file."""
         self._file.close()
 
     def __enter__(self) -> JsonlLogger:
@@ -122,6 +129,7 @@ class CsvLogger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._columns: list[str] = []
+        self._waiting: list[Row] = []  # rows whose columns the disk had no room for
         if self.path.exists():
             text = self.path.read_text(encoding="utf-8")
             whole = text[: text.rfind("\n") + 1]  # a killed process leaves half a line
@@ -129,27 +137,26 @@ class CsvLogger:
             rows = [dict(zip(header, line)) for line in cells if len(line) == len(header)]
             kept = [row for _, row in _up_to([("", row) for row in rows], resume_from_step)]
             self._columns = header
-            if (new := self._format(kept, header=bool(header))) != text:
-                _replace_file(self.path, new)
-        self._file = self.path.open("a", encoding="utf-8", newline="")
+            if (new := _csv(header, kept, header=bool(header))) != text:
+                replace_file(self.path, new)
+        self._file = Appended(self.path)
 
     def __call__(self, row: Row) -> None:
         """Append a row, first the header or a column where one is missing."""
-        row = plain_row(row)
-        missing = [name for name in row if name not in self._columns]
-        if missing:
-            self._file.close()
-            with self.path.open(encoding="utf-8", newline="") as file:
-                before = list(csv.DictReader(file))
-            self._columns = [*self._columns, *missing]
-            _replace_file(self.path, self._format(before, header=True))
-            self._file = self.path.open("a", encoding="utf-8", newline="")
-        self._file.write(self._format([row]))
-        self._file.flush()
+        self._waiting.append(plain_row(row))
+        self._write()
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk itself."""
+        self._write()
+        self._file.sync()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what a full disk did not take before, and close the file."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> CsvLogger:
         return self
@@ -157,21 +164,30 @@ class CsvLogger:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _format(self, rows: Iterable[Row], header: bool = False) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
-        if header:
-            writer.writeheader()
-        for row in rows:
-            # A line of the file is a row: that is how half a row is told from a whole one.
-            writer.writerow(
-                {k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in row.items()}
-            )
-        return text.getvalue()
+    def _write(self) -> None:
+        names = dict.fromkeys(name for row in self._waiting for name in row)
+        if missing := [name for name in names if name not in self._columns]:
+            self._add_columns(missing)
+        text, self._waiting = _csv(self._columns, self._waiting), []
+        self._file.write(text)
+
+    def _add_columns(self, names: list[str]) -> None:
+        """The file with more columns; if that fails, everything is as it was before."""
+        self._file.flush()
+        with self.path.open(encoding="utf-8", newline="") as file:
+            before = list(csv.DictReader(file))
+        columns = [*self._columns, *names]
+        replace_file(self.path, _csv(columns, before, header=True))
+        self._file, old = Appended(self.path), self._file
+        old.close()
+        self._columns = columns
 
 
 class TensorBoardLogger:
     """Scalars for TensorBoard, one chart for each name; needs tensorboardX.
+
+    Events are written at once: the thread of tensorboardX's own writer dies when a disk is full,
+    and whoever writes next waits for it for ever.
 
     Args:
       directory: where event files go.
@@ -180,35 +196,53 @@ class TensorBoardLogger:
 
     def __init__(self, directory: str | os.PathLike[str], resume_from_step: int | None = None):
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import record_writer, summary
+            from tensorboardX.proto import event_pb2
         except ImportError as exc:
             raise ImportError(
                 "TensorBoardLogger needs tensorboardX. "
                 "Install it with: pip install 'jaxroll[tensorboard]'"
             ) from exc
-        purge = None if resume_from_step is None else resume_from_step + 1
-        self._writer = SummaryWriter(os.fspath(directory), purge_step=purge, flush_secs=10)
+        self.path = Path(directory, f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = Appended(self.path)
+        protocol: Any = event_pb2  # its names are made when it is imported
+        self._event, self._scalar = protocol.Event, summary.scalar
+        self._checksum = record_writer.masked_crc32c
+        self._write(self._event(file_version="brain.Event:2"))
+        if resume_from_step is not None:
+            begun = protocol.SessionLog(status=protocol.SessionLog.START)
+            self._write(self._event(step=resume_from_step + 1, session_log=begun))
 
     def __call__(self, row: Row) -> None:
         """Write each finite number of the row at its step."""
         row = plain_row(row)
-        step = row.pop("step", None)
+        event = self._event(step=int(row.pop("step", None) or 0))
         for name, value in row.items():
             members = value if isinstance(value, list) else [value]
             for i, number in enumerate(members):
                 if isinstance(number, float | int):
                     tag = f"{name}/{i}" if isinstance(value, list) else name
-                    self._writer.add_scalar(tag, number, step)
+                    event.summary.value.extend(self._scalar(tag, number).value)
+        self._write(event)
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        self._writer.close()
+        self._file.close()
 
     def __enter__(self) -> TensorBoardLogger:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def _write(self, event: Any) -> None:
+        """Append a record: length, checksum, event, checksum."""
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.write(length + sums[0] + data + sums[1])
 
 
 class Loggers:
@@ -221,6 +255,12 @@ class Loggers:
         """Hand the row to every logger."""
         for logger in self.loggers:
             logger(row)
+
+    def sync(self) -> None:
+        """Wait until the rows of every logger that has files are on the disk itself."""
+        for logger in self.loggers:
+            if callable(sync := getattr(logger, "sync", None)):
+                sync()
 
     def close(self) -> None:
         """Close every logger that can be closed, also if one of them fails."""
@@ -309,6 +349,19 @@ def _plain(value: Any) -> Any:
     )
 
 
+def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    for row in rows:
+        # A line of the file is a row: that is how half a row is told from a whole one.
+        writer.writerow(
+            {k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in row.items()}
+        )
+    return text.getvalue()
+
+
 def _parse_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(line, row) of each whole line."""
     pieces = path.read_bytes().split(b"\n")
@@ -338,13 +391,3 @@ def _up_to(lines: list[tuple[str, Any]], step: int | None) -> list[tuple[str, An
         if current <= step:
             kept.append((line, row))
     return kept
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """The whole new file or the whole old one, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

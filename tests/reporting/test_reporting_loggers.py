@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import resource
 import struct
 import sys
 
@@ -103,6 +104,66 @@ def test_failed_replacement_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         JsonlLogger(path, resume_from_step=1)
     assert path.read_bytes() == before
+
+
+@pytest.fixture
+def disk():
+    """disk(size): no file may grow beyond it; disk(None): there is room again."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+@pytest.mark.parametrize("kind", [JsonlLogger, CsvLogger])
+@pytest.mark.parametrize("more", [1, 200])  # rows: within a buffer of Python's, and beyond it
+def test_rows_that_a_full_disk_does_not_take_are_written_when_there_is_room(
+    kind, more, tmp_path, disk
+):
+    path, whole = tmp_path / "rows", tmp_path / "whole"
+    write(kind, whole, range(1, more + 4))
+    with kind(path) as log:
+        log(row(1))
+        disk(path.stat().st_size + 5)  # half a line fits
+        for step in range(2, more + 2):  # of these, some bring a new column
+            with pytest.raises(OSError, match="too large"):
+                log(row(step))
+        disk(None)
+        log(row(more + 2))
+        log(row(more + 3))
+    assert read(kind, path) == read(kind, whole)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_column_that_cannot_be_added_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "m.csv"
+    with CsvLogger(path) as log:
+        log({"step": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            for step in (2, 3):
+                with pytest.raises(OSError, match="disk full"):
+                    log({"step": step, "loss": 0.5})
+            assert path.read_text() == "step\n1\n"
+            assert [p.name for p in tmp_path.iterdir()] == ["m.csv"]
+        log({"step": 4})
+    assert path.read_text() == "step,loss\n1,\n2,0.5\n3,0.5\n4,\n"
+
+
+def test_tensorboard_says_that_the_disk_is_full_and_goes_on_when_it_is_not(tmp_path, disk):
+    with TensorBoardLogger(tmp_path) as log:
+        log({"step": 1, "loss": 1.0})
+        disk(log.path.stat().st_size + 5)
+        for step in range(2, 50):  # the thread of tensorboardX's own writer would be dead by now
+            with pytest.raises(OSError, match="too large"):
+                log({"step": step, "loss": 1.0})
+        disk(None)
+        log({"step": 50, "loss": 1.0})
+    steps = [event.step for event in events(tmp_path) if event.summary.value]
+    assert steps == list(range(1, 51))
 
 
 def test_numbers_of_every_kind_become_valid_json(tmp_path):
