@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings as hypothesis_settings, stra
 from jaxroll.agents import AGENTS
 from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
-from jaxroll.cli.train import _saved
 from jaxroll.config import Config
+from jaxroll.reporting import History
 
 TINY = [
     *("--num-envs", "4", "--num-train-steps", "256", "--set", "num_steps=8"),
@@ -317,8 +317,47 @@ def test_a_terminal_shows_the_bar_then_the_result(tmp_path):
     assert list((tmp_path / "cache" / "jaxroll").rglob("*"))  # compiled programs are kept
 
 
-def test_a_stop_that_could_not_save_does_not_say_so(tmp_path):
-    assert _saved(tmp_path) == f"but nothing could be saved in {tmp_path}."
+@pytest.mark.filterwarnings("ignore::jaxroll.checkpoints.CheckpointWarning")
+def test_a_last_step_that_could_not_be_saved_is_said_and_code_1(run, capsys, tmp_path, monkeypatch):
+    from jaxroll.checkpoints import arrays
+
+    def fail(path, *args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(arrays, "write_arrays", fail)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    argv = ["train", "--config", str(run), "--no-cache", "--out", str(tmp_path / "run")]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    assert re.search(r"step 256 could not be saved in .*; nothing is on disk there", captured.err)
+    assert "return" in captured.out  # the policy was tested all the same
+
+
+def test_a_stop_that_could_not_save_does_not_say_so(run, capsys, tmp_path, monkeypatch):
+    history = History()
+    history.stopped_by, history.stopped_at, history.saved_step = "SIGTERM", 128, 64
+    monkeypatch.setattr(
+        "jaxroll.trainer.DistributedTrainer.train", lambda self, **options: (None, history)
+    )
+    argv = ["train", "--config", str(run), "--no-cache", "--out", str(tmp_path / "run")]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    assert "step 128 could not be saved" in captured.err
+    assert "step 64 is on disk" in captured.err
+    assert "stopped by" not in captured.out
+    history.saved_step = 128
+    assert main([*argv, "--out", str(tmp_path / "other")]) == 143
+    assert "stopped by SIGTERM, saved at step 128. Go on with" in capsys.readouterr().out
+
+
+def test_the_curve_is_drawn_before_the_test(run, monkeypatch, tmp_path):
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxroll.trainer.DistributedTrainer.test", stop)
+    out = tmp_path / "run"
+    assert main(["train", "--config", str(run), "--no-cache", "--quiet", "--out", str(out)]) == 130
+    assert (out / "curve.png").exists()
 
 
 @pytest.mark.slow

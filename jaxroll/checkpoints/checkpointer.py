@@ -159,6 +159,22 @@ class Checkpointer:
             self._write(snapshot, tag)
             self._report()
 
+    def check_writable(self) -> None:
+        """Make the directory, or say with a `CheckpointError` why no step can be saved there.
+
+        Of several processes, the first may call it alone.
+        """
+        probe = self.directory / f".{os.getpid()}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be saved in {self.directory}: {error}. Make it a directory "
+                "that can be written to, or choose another."
+            ) from error
+
     def wait(self) -> bool:
         """Wait for the save under way; whether everything since the last report went well.
 

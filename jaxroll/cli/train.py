@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxroll._version import __version__
-from jaxroll.checkpoints import Checkpointer
 from jaxroll.cli.parser import UsageError
 from jaxroll.cli.startup import start
 from jaxroll.config import Config, merge, parse_value
@@ -110,24 +110,32 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
     _, history = trainer.train(resume=resume, progress=progress, own_process=True)
     out = trainer.out
     assert out is not None
+    is_saved = history.saved_step == history.stopped_at
+    if not is_saved and jax.process_index() == 0:
+        print(f"jaxroll: {_unsaved(history, out)}", file=sys.stderr)
     if history.stopped_by in ("SIGINT", "SIGTERM"):
-        if shown:
-            print(f"stopped by {history.stopped_by}, {_saved(out)}")
-        return 128 + signal.Signals[history.stopped_by]
+        if shown and is_saved:
+            step = f"{history.stopped_at:,}"
+            print(
+                f"stopped by {history.stopped_by}, saved at step {step}. Go on with: "
+                f"jaxroll resume {out}"
+            )
+        return 128 + signal.Signals[history.stopped_by] if is_saved else 1
+    # Before the test: a signal during it then finds the curve drawn.
+    curve = _draw(out, history) if jax.process_index() == 0 else None
     result = trainer.test()
-    if jax.process_index() == 0:
-        curve = _draw(out, history)
-        if shown:
-            lines = _summary(config, result, history, out, curve)
-            print("\n".join(f"  {name:<8} {text}" for name, text in lines))
-    return 0
+    if shown:
+        lines = _summary(config, result, history, out, curve)
+        print("\n".join(f"  {name:<8} {text}" for name, text in lines))
+    return 0 if is_saved else 1
 
 
-def _saved(out: Path) -> str:
-    step = Checkpointer(out / "checkpoints").latest_step()
-    if step is None:
-        return f"but nothing could be saved in {out}."
-    return f"saved at step {step:,}. Go on with: jaxroll resume {out}"
+def _unsaved(history: Any, out: Path) -> str:
+    """What is left of a run whose last state could not be saved."""
+    there = "nothing is"
+    if history.saved_step is not None:
+        there = f"step {history.saved_step:,} is"
+    return f"step {history.stopped_at:,} could not be saved in {out}; {there} on disk there."
 
 
 def _headline(trainer: DistributedTrainer, resume: bool) -> str:

@@ -127,6 +127,27 @@ def check_resumable(directory: Path) -> None:
         )
 
 
+def check_new(directory: Path) -> None:
+    """Raise `FileExistsError` if a directory holds what a new run would write over."""
+    steps = Checkpointer(directory / "checkpoints").steps()
+    metrics = directory / "metrics.jsonl"
+    found = ""
+    if steps:
+        found = f"at step {steps[-1]}"
+    elif has_steps(directory / "checkpoints"):
+        found = "whose checkpoints are all damaged"
+    elif metrics.exists() and metrics.stat().st_size:
+        found = "that was stopped before its first checkpoint, with its metrics"
+    if found:
+        way = "go on with it" if steps else "start it over"
+        if found.endswith("damaged"):
+            way = "see what is damaged"
+        raise FileExistsError(
+            f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
+            "checkpoint_dir."
+        )
+
+
 def has_steps(directory: Path) -> bool:
     """Whether there is anything to restore; steps that are all damaged count, to be an error."""
     # A kill before the first leaves other names.

@@ -22,6 +22,7 @@ from jaxroll.loop.evaluation import evaluation_columns
 from jaxroll.loop.options import (
     as_callbacks,
     as_loggers,
+    check_new,
     check_options,
     check_resumable,
     has_steps,
@@ -115,7 +116,8 @@ def train(
 
     Returns:
       (state, history): `history.stopped_by` says why it ended ("steps", "target_return",
-      "time_budget", "callback", "SIGINT", "SIGTERM").
+      "time_budget", "callback", "SIGINT", "SIGTERM"), `history.stopped_at` at which step and
+      `history.saved_step` which is the newest on disk.
     """
     given = dict(locals())  # before there are other names
     check_reduction(reduction)
@@ -146,18 +148,10 @@ def train(
         checkpointer = None
         if checkpoint_dir is not None:
             checkpoint_dir = Path(checkpoint_dir)
-            if resume:
-                check_resumable(checkpoint_dir)
-            if is_primary:
-                stack.enter_context(RunLock(checkpoint_dir))
             checkpointer = Checkpointer(
                 _steps_in(checkpoint_dir), keep_latest=keep_checkpoints, keep_best=0
             )
-            if not resume and checkpointer.steps():
-                raise FileExistsError(
-                    f"{checkpoint_dir} holds a run already, at step {checkpointer.latest_step()}. "
-                    "Use resume=True to go on with it, or another checkpoint_dir."
-                )
+            _claim(stack, checkpoint_dir, checkpointer, resume)
             stack.callback(checkpointer.wait)
         restores = resume and checkpointer is not None and has_steps(checkpointer.directory)
         if is_primary and not restores:
@@ -252,9 +246,10 @@ def train(
                 break
         if saved != iteration:
             save(iteration)
+        history.stopped_by, history.stopped_at = stopped_by, run.steps(iteration)
         if checkpointer is not None:
             checkpointer.wait()
-    history.stopped_by = stopped_by
+            history.saved_step = checkpointer.latest_step()
     return carry["state"], history
 
 
@@ -274,6 +269,19 @@ def _unless_full(action: Callable[..., Any], *args: Any) -> None:
             CheckpointWarning,
             stacklevel=3,
         )
+
+
+def _claim(
+    stack: contextlib.ExitStack, directory: Path, checkpointer: Checkpointer, resume: bool
+) -> None:
+    """Make a directory this run's, for as long as the stack; raise where it cannot be that."""
+    if resume:
+        check_resumable(directory)
+    if jax.process_index() == 0:
+        stack.enter_context(RunLock(directory))
+        checkpointer.check_writable()
+    if not resume:
+        check_new(directory)
 
 
 def _begin(

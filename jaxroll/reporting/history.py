@@ -33,6 +33,8 @@ class History:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self._rows = [plain_row(row) for row in rows]
         self.stopped_by: str | None = None  # why a run ended, where one did
+        self.stopped_at: int | None = None  # and at which step
+        self.saved_step: int | None = None  # its newest checkpoint then
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> History:

@@ -392,6 +392,28 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_compil
         train(64, tmp_path / "file" / "run")
 
 
+@pytest.mark.usefixtures("too_late")
+def test_checkpoints_that_cannot_be_written_are_noticed_before_anything_is_compiled(
+    train, tmp_path
+):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be saved in .*checkpoints: .*"):
+        train(64, tmp_path)
+
+
+@pytest.mark.usefixtures("too_late")
+def test_a_new_run_is_not_written_over_what_an_earlier_one_left(tmp_path, train):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 32}\n')
+    with pytest.raises(FileExistsError, match=r"before its first checkpoint.*resume=True to start"):
+        train(64, tmp_path)
+    assert metrics.read_text() == '{"step": 32}\n'
+    metrics.write_text("")
+    (tmp_path / "checkpoints" / "0000000032").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match=r"all damaged. Use resume=True to see"):
+        train(64, tmp_path)
+
+
 # Numbers.
 
 
