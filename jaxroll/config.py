@@ -84,7 +84,10 @@ class Config:
     num_eval_episodes: int = setting(32, "episodes of each evaluation", at_least=1)
     num_test_episodes: int = setting(100, "episodes of the test after training", at_least=1)
     checkpoint_interval: int | None = setting(
-        None, "environment steps between checkpoints; none: one at the end", kind=int, at_least=1
+        None,
+        "environment steps between checkpoints; none: one every five minutes",
+        kind=int,
+        at_least=1,
     )
     keep_checkpoints: int = setting(3, "how many of the latest checkpoints stay", at_least=1)
     target_return: float | None = setting(

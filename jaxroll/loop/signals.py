@@ -3,7 +3,7 @@
 Python runs its signal handlers only between bytecodes, and a compilation can hold the main thread
 for many seconds. So in a process of our own (`own_process=True`, the command line) a thread reads
 the signals as they arrive: with nothing to save the process ends at once, and whatever happens it
-ends within `bound` seconds.
+ends within `bound` seconds, and a moment for its last words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_LAST_WORDS = 0.5  # seconds
+
 
 class Interrupts:
     """While entered, SIGINT and SIGTERM set `received` instead of raising.
@@ -24,7 +26,8 @@ class Interrupts:
     Args:
       own_process: whether the process is ours to end.
       bound: seconds from the first signal to the end of such a process.
-      on_exit: called before the process is ended hard, to put the terminal right.
+      on_exit: called with the signal's name before the process is ended hard: to put the terminal
+        right, to say what is saved. It has half a second.
 
     Attributes:
       received: the number of the first signal, or None.
@@ -36,7 +39,7 @@ class Interrupts:
         *,
         own_process: bool = False,
         bound: float = 9.0,
-        on_exit: Callable[[], None] = lambda: None,
+        on_exit: Callable[[str], None] = lambda name: None,
     ):
         self.received: int | None = None
         self.nothing_to_save = True
@@ -100,9 +103,15 @@ class Interrupts:
             timer.start()
 
     def _end(self, number: int) -> None:
+        # In a thread: a terminal or a disk that does not answer must not keep the process.
+        words = threading.Thread(target=self._say, args=(number,), daemon=True)
+        words.start()
+        words.join(_LAST_WORDS)
+        os._exit(128 + number)
+
+    def _say(self, number: int) -> None:
         with contextlib.suppress(Exception):
-            self._on_exit()
+            self._on_exit(signal.Signals(number).name)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(128 + number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -33,6 +35,8 @@ from jaxroll.loop.signals import Interrupts
 from jaxroll.loop.states import describe, params_of
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
 
+# Between checkpoints, where no interval of steps is given: what a kill may cost.
+SECONDS_BETWEEN_SAVES = 300.0
 # Why a run ends before its steps are done; the later goes before the earlier.
 STOPS = (None, "time_budget", "callback", "target_return", "SIGINT", "SIGTERM")
 
@@ -91,7 +95,8 @@ def train(
       num_learners: must be the mesh's size, for every device learns; better left out.
       checkpoint_dir: the run's directory: checkpoints, metrics.jsonl, config. None: nothing is
         written.
-      checkpoint_interval: environment steps between checkpoints; None: only at the end.
+      checkpoint_interval: environment steps between checkpoints; None: one every five minutes. One
+        more is always at the end.
       keep_checkpoints: how many of the latest stay.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
       init_model_path: take only the params from this checkpoint; not read where a checkpoint of the
@@ -159,7 +164,8 @@ def train(
         program = make_program(agent, mesh, reduction)
         stack.callback(program.close)
         stack.enter_context(shown)
-        interrupts = stack.enter_context(Interrupts(own_process=own_process))
+        last_words = functools.partial(_last_words, shown, checkpointer, checkpoint_dir)
+        interrupts = stack.enter_context(Interrupts(own_process=own_process, on_exit=last_words))
         # Entered last: the rest of the stack would wait for a peer that is gone.
         stack.enter_context(parallel.peer_guard(own_process=own_process))
         shown.status("compiling")
@@ -190,7 +196,7 @@ def train(
 
         total = run.iterations(num_train_steps)
         pace = 1
-        saved = iteration if resume else -1
+        saved, saved_time = iteration if resume else -1, began
         if iteration < total:
             carry = program.advance(carry, 0)  # compiles, so that no row's fps counts it
         last_row_time, last_row_step = time.monotonic(), run.steps(iteration)
@@ -237,10 +243,12 @@ def train(
                 shown.update(step)
             if time_budget is not None and elapsed + time.monotonic() - began >= time_budget:
                 stop = stop or "time_budget"
-            stop = _agreed(interrupts.name or stop)
-            if stop or at_end or run.is_save(iteration):
+            is_due = checkpoint_interval is None and checkpoint_dir is not None
+            is_due = is_due and time.monotonic() - saved_time >= SECONDS_BETWEEN_SAVES
+            stop, is_due = _agreed(interrupts.name or stop, is_due)
+            if stop or at_end or is_due or run.is_save(iteration):
                 save(iteration)
-                saved = iteration
+                saved, saved_time = iteration, time.monotonic()
             if stop:
                 stopped_by = stop
                 break
@@ -253,9 +261,26 @@ def train(
     return carry["state"], history
 
 
-def _agreed(stop: str | None) -> str | None:
-    """Why any process wants to stop: clocks and callbacks differ, the last step must not."""
-    return STOPS[parallel.largest(STOPS.index(stop))]
+def _agreed(stop: str | None, is_due: bool) -> tuple[str | None, bool]:
+    """Why any process wants to stop, and whether for any a save is due.
+
+    Clocks and callbacks differ between processes; what they do at a step must not.
+    """
+    number = parallel.largest(2 * STOPS.index(stop) + is_due)
+    return STOPS[number // 2], bool(number % 2)
+
+
+def _last_words(
+    shown: Progress, checkpointer: Checkpointer | None, directory: Any, name: str
+) -> None:
+    """Before a hard end: the bar's line put right, and what is on disk."""
+    shown.close(failed=True)
+    if jax.process_index():
+        return
+    saved = None if checkpointer is None else checkpointer.latest_step()
+    text = f"step {saved:,} is on disk. Go on with: jaxroll resume {directory}" if saved else ""
+    text = text or "nothing is on disk to go on with."
+    print(f"jaxroll: ended by {name} without a save; {text}", file=sys.stderr)
 
 
 def _unless_full(action: Callable[..., Any], *args: Any) -> None:

@@ -110,9 +110,13 @@ class Progress:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: Any) -> None:
+        self.close(failed=exc_type is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the final line in place of the live view: the end of `with`, or of the process."""
         # A closed terminal must not turn a finished run into a failed one.
         with contextlib.suppress(OSError, ValueError):
-            self._display.stop(self.final_line(failed=exc_type is not None))
+            self._display.stop(self.final_line(failed=failed))
 
     def update(self, step: int, **numbers: Any) -> None:
         """Say how far the work is; costs microseconds, call it as often as you like.

@@ -90,10 +90,11 @@ def start(tmp_path_factory):
         process.communicate()
 
 
-def ends(process, code):
-    """Wait for the process; whether it ended with this code."""
+def ends(process, code, said=""):
+    """Wait for the process; whether it ended with this code, and said so on stderr."""
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
+    assert said in err
     return True
 
 
@@ -204,7 +205,8 @@ def test_before_the_first_update_a_signal_ends_the_process_at_once(number, start
     process = start(tmp_path / "run", "ppo", 320, HOLD="compiling", BOUND="3600")
     wait_for(process, "compiling")
     process.send_signal(number)
-    assert ends(process, 128 + number)
+    name = signal.Signals(number).name
+    assert ends(process, 128 + number, f"ended by {name} without a save; nothing is on disk")
     assert not Checkpointer(tmp_path / "run" / "checkpoints").steps()
 
 
@@ -215,7 +217,9 @@ def test_a_signal_ends_a_compilation(start, tmp_path):
     wait_for(process, "compiling")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
     assert ends(process, 128 + signal.SIGTERM)
+    assert time.monotonic() - sent < 10  # a promise, kept by a thread of its own
 
 
 @pytest.mark.slow
@@ -242,7 +246,7 @@ def test_a_run_stopped_while_collecting_and_saving_ends_like_the_undisturbed_one
     wait_for(process, "saving")
     process.send_signal(signal.SIGTERM)
     sent = time.monotonic()
-    assert ends(process, 128 + signal.SIGTERM)
+    assert ends(process, 128 + signal.SIGTERM, f"step {first:,} is on disk. Go on with")
     assert time.monotonic() - sent < 10  # a promise, kept by a timer in a thread of its own
     assert Checkpointer(run / "checkpoints").latest_step() == first
     assert ends(start(run, "ppo", steps), 0)

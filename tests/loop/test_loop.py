@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxroll import PPO, loop, make_env
+from jaxroll.checkpoints import Checkpointer
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History
 from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
@@ -137,7 +138,7 @@ def test_stops_say_why(ppo):
 
 def test_what_another_process_wants_stops_this_one_too(ppo, monkeypatch):
     wanted = loop.training.STOPS.index("time_budget")
-    monkeypatch.setattr(loop.training.parallel, "largest", lambda number: max(number, wanted))
+    monkeypatch.setattr(loop.training.parallel, "largest", lambda number: max(number, 2 * wanted))
     _, history = ppo.train(10**9, **QUIET)
     assert history.stopped_by == "time_budget"
 
@@ -168,6 +169,23 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
     onward, _ = ppo.train(128, checkpoint_dir=tmp_path, resume=True, log_interval=32, **QUIET)
     whole, _ = ppo.train(128, log_interval=32, **QUIET)
     assert leaves_equal(onward, whole)
+
+
+def test_without_an_interval_checkpoints_go_by_the_clock(ppo, tmp_path, monkeypatch):
+    steps = []
+
+    def look(event):
+        steps.append(Checkpointer(tmp_path / "run" / "checkpoints").steps())
+
+    options = {"checkpoint_dir": tmp_path / "run", "log_interval": 32, **QUIET}
+    monkeypatch.setattr(loop.training, "SECONDS_BETWEEN_SAVES", 0.0)
+    ppo.train(128, keep_checkpoints=9, callbacks=[look], **options)
+    assert steps[-1][0] == 32  # a kill -9 here would have cost little
+    assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [32, 64, 96, 128]
+    monkeypatch.undo()
+    options["checkpoint_dir"] = tmp_path / "short"
+    ppo.train(128, **options)
+    assert Checkpointer(tmp_path / "short" / "checkpoints").steps() == [128]
 
 
 def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp_path):
