@@ -90,6 +90,9 @@ class Config:
         at_least=1,
     )
     keep_checkpoints: int = setting(3, "how many of the latest checkpoints stay", at_least=1)
+    keep_best: int = setting(
+        0, "how many of the best by eval_episode_return stay beside them", at_least=0
+    )
     target_return: float | None = setting(
         None, "stop when an evaluation (without evaluations: a row) reaches it", kind=float
     )
@@ -123,6 +126,11 @@ class Config:
             raise ValueError(
                 f"seed + num_seeds - 1 must be at most {MAX_SEED}, got {self.seed} + "
                 f"{self.num_seeds} - 1."
+            )
+        if self.keep_best and self.eval_interval is None:
+            raise ValueError(
+                f"keep_best = {self.keep_best} goes by eval_episode_return: set eval_interval, the "
+                "environment steps between evaluations."
             )
         cls = agent_class(self.agent)
         known = cls.hyperparameters()

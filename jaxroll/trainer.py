@@ -132,8 +132,8 @@ class DistributedTrainer:
         config = self.config
         names = (
             *("seed", "reduction", "log_interval", "eval_interval", "num_eval_episodes"),
-            *("checkpoint_interval", "keep_checkpoints", "target_return", "time_budget"),
-            *("nonfinite", "init_model_path", "loggers"),
+            *("checkpoint_interval", "keep_checkpoints", "keep_best", "target_return"),
+            *("time_budget", "nonfinite", "init_model_path", "loggers"),
         )
         mesh = self.make_mesh()
         if self.out is not None and not resume and (self.out / "config.toml").exists():
@@ -207,16 +207,17 @@ class DistributedTrainer:
         loop.save(self.agent, self.state, target, overwrite=path is None)
         return target
 
-    def load(self, path: str | os.PathLike[str] | None = None) -> Any:
+    def load(self, path: str | os.PathLike[str] | None = None, *, best: bool = False) -> Any:
         """Make what was saved the current state; the newest intact checkpoint of a run.
 
         Args:
           path: of `save`, or a run's directory; None: the config's `out`.
+          best: take the run's best checkpoint, by `eval_episode_return`, instead of the newest.
         """
         if path is None and self.out is None:
             raise ValueError("the config names no out, so load needs a path.")
         source = Path(path) if path is not None else Path(str(self.config.out))
-        self._state = loop.load(self.agent, source)
+        self._state = loop.load(self.agent, loop.best_checkpoint(source) if best else source)
         return self._state
 
     def make_mesh(self) -> Any:

@@ -219,6 +219,17 @@ def test_eval_plays_what_was_trained(run, capsys):
     assert "6 stochastic" in capsys.readouterr().out
 
 
+def test_eval_plays_the_best_checkpoint_if_asked(run, capsys):
+    out = run.with_name("best")
+    argv = ["train", "--config", str(run), "--no-cache", "--quiet", "--out", str(out)]
+    argv += ["--set", "eval_interval=64", "--set", "num_eval_episodes=2", "--set", "keep_best=1"]
+    assert main(argv) == 0
+    assert main(["eval", str(out), "--num-episodes", "4", "--best", "--no-cache"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(run), "--best", "--no-cache"]) == 2
+    assert "none is the best" in capsys.readouterr().err
+
+
 def test_resume_goes_on_to_the_same_end(run, capsys):
     parts, whole = run.with_name("parts"), run.with_name("whole")
     common = ["train", "--config", str(run), "--no-cache", "--quiet"]

@@ -122,6 +122,7 @@ def test_every_setting_and_hyperparameter_has_help():
         ({"loggers": ["cvs"]}, 'Did you mean "csv"'),
         ({"target_return": math.inf}, "target_return must be a number"),
         ({"env": ""}, "env must be a string"),
+        ({"keep_best": 1}, "keep_best = 1 goes by eval_episode_return: set eval_interval"),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(values, message):

@@ -186,6 +186,9 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-episodes", metavar="N", type=int, help="(default: the config's)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the episodes")
     parser.add_argument("--stochastic", action="store_true", help="sample actions")
+    parser.add_argument(
+        "--best", action="store_true", help="take the best checkpoint (see keep_best), not the last"
+    )
     parser.add_argument("--no-cache", action="store_true", help="keep no compiled programs on disk")
 
 

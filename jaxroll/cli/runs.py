@@ -19,7 +19,7 @@ def eval_command(args: argparse.Namespace) -> int:
 
     start(cache=not args.no_cache)
     trainer = DistributedTrainer(config)
-    trainer.load()
+    trainer.load(best=args.best)
     result = trainer.test(args.num_episodes, seed=args.seed, deterministic=not args.stochastic)
     how = "stochastic" if args.stochastic else "deterministic"
     rows = [("return", format_mean(result["episode_return"], result["episode_return_std"]))]

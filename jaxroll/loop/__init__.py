@@ -1,7 +1,16 @@
 """The imperative shell around pure agents: dispatch, evaluation, checkpoints, logs, signals."""
 
 from jaxroll.loop.evaluation import evaluate
-from jaxroll.loop.states import describe, load, save
+from jaxroll.loop.states import best_checkpoint, describe, load, save
 from jaxroll.loop.training import Event, NonFiniteError, train
 
-__all__ = ["Event", "NonFiniteError", "describe", "evaluate", "load", "save", "train"]
+__all__ = [
+    "Event",
+    "NonFiniteError",
+    "best_checkpoint",
+    "describe",
+    "evaluate",
+    "load",
+    "save",
+    "train",
+]

@@ -29,6 +29,12 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
     for name in ("eval_interval", "checkpoint_interval"):
         if options[name] is not None:
             _check_count(name, options[name])
+    _check_count("keep_best", options["keep_best"], at_least=0)
+    if options["keep_best"] and options["eval_interval"] is None:
+        raise ValueError(
+            f"keep_best = {options['keep_best']} goes by eval_episode_return: give eval_interval, "
+            "the environment steps between evaluations."
+        )
     check_budget(agent, options["num_train_steps"])
     seed = options["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -63,6 +69,8 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
             f"state must be a TrainState, as agent.init, train and load give it; got a "
             f"{type(state).__name__}. For params alone use init_model_path."
         )
+    if not callable(options["on_begin"]):
+        raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
     if config is not None:  # not hours later, by the first save
         manifest.to_json("config", config)
     _check_eval_env(agent, options["eval_env"])
@@ -155,22 +163,22 @@ def has_steps(directory: Path) -> bool:
     return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
 
 
-def _check_count(name: str, value: Any) -> None:
-    _check_number(name, value, at_least_one=True)
+def _check_count(name: str, value: Any, at_least: int = 1) -> None:
+    _check_number(name, value, at_least=at_least)
     if value >= 2**63:
         raise ValueError(f"{name} must be below 2**63, got {value}.")
     if value != int(value):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
 
 
-def _check_number(name: str, value: Any, *, at_least_one: bool = False) -> None:
+def _check_number(name: str, value: Any, *, at_least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if value != value:
         raise ValueError(f"{name} must be a number, got nan.")
-    if at_least_one and value < 1:
+    if at_least is not None and value < at_least:
         unit = " environment step" if name.endswith("interval") else ""
-        raise ValueError(f"{name} must be at least 1{unit}, got {value}.")
+        raise ValueError(f"{name} must be at least {at_least}{unit}, got {value}.")
 
 
 def _check_eval_env(agent: Any, env: Any) -> None:

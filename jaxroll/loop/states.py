@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll.checkpoints import load_pytree, save_pytree
+from jaxroll.checkpoints import Checkpointer, NoCheckpointError, load_pytree, save_pytree
 from jaxroll.loop.programs import make_program
+
+BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
 
 
 def describe(agent: Any) -> dict[str, Any]:
@@ -41,6 +43,18 @@ def load(agent: Any, path: str | Path) -> Any:
         finally:
             program.close()
     return load_pytree(_checkpoints_in(path), like, subtree="state")[0]
+
+
+def best_checkpoint(directory: str | Path) -> Path:
+    """The directory of a run's best checkpoint, for `load`."""
+    steps = _checkpoints_in(directory)
+    best = Checkpointer(steps, best_key=BEST_KEY).best_step()
+    if best is None:
+        raise NoCheckpointError(
+            f"{directory} holds no checkpoint that was evaluated, so none is the best. Train with "
+            "eval_interval and keep_best=1."
+        )
+    return steps / f"{best:010d}"
 
 
 def _checkpoints_in(path: str | Path) -> Path:

@@ -32,7 +32,7 @@ from jaxroll.loop.options import (
 from jaxroll.loop.programs import make_program
 from jaxroll.loop.schedule import Schedule, next_pace
 from jaxroll.loop.signals import Interrupts
-from jaxroll.loop.states import describe, params_of
+from jaxroll.loop.states import BEST_KEY, describe, params_of
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
 
 # Between checkpoints, where no interval of steps is given: what a kill may cost.
@@ -67,6 +67,7 @@ def train(
     checkpoint_dir: str | Path | None = None,
     checkpoint_interval: int | None = None,
     keep_checkpoints: int = 3,
+    keep_best: int = 0,
     resume: bool = False,
     init_model_path: str | Path | None = None,
     callbacks: Iterable[Callable[[Event], Any]] = (),
@@ -98,6 +99,8 @@ def train(
       checkpoint_interval: environment steps between checkpoints; None: one every five minutes. One
         more is always at the end.
       keep_checkpoints: how many of the latest stay.
+      keep_best: how many of the best by `eval_episode_return` stay beside them; each evaluation is
+        then saved.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
       init_model_path: take only the params from this checkpoint; not read where a checkpoint of the
         run itself is there to resume from.
@@ -154,7 +157,10 @@ def train(
         if checkpoint_dir is not None:
             checkpoint_dir = Path(checkpoint_dir)
             checkpointer = Checkpointer(
-                _steps_in(checkpoint_dir), keep_latest=keep_checkpoints, keep_best=0
+                _steps_in(checkpoint_dir),
+                keep_latest=keep_checkpoints,
+                keep_best=keep_best,
+                best_key=BEST_KEY,
             )
             _claim(stack, checkpoint_dir, checkpointer, resume)
             stack.callback(checkpointer.wait)
@@ -187,12 +193,17 @@ def train(
                 history.append(row)
         metadata = {**describe(agent), "seed": seed, **(config or {})}
 
-        def save(iteration: int) -> None:
-            if checkpointer is not None:
-                clock = elapsed + time.monotonic() - began
-                checkpointer.save(
-                    run.steps(iteration), carry, config={**metadata, "elapsed": clock}
-                )
+        def save(iteration: int, row: dict[str, Any]) -> None:
+            if checkpointer is None:
+                return
+            if logger is not None:
+                _unless_full(logger.sync)  # no checkpoint counts a row that a power cut may take
+            checkpointer.save(
+                run.steps(iteration),
+                carry,
+                config={**metadata, "elapsed": elapsed + time.monotonic() - began},
+                metrics={BEST_KEY: np.mean(row[BEST_KEY])} if BEST_KEY in row else {},
+            )
 
         total = run.iterations(num_train_steps)
         pace = 1
@@ -211,8 +222,7 @@ def train(
             now = time.monotonic()
             pace = next_pace(pace, count, now - dispatched, fixed=jax.process_count() > 1, run=run)
             step = run.steps(iteration)
-            stop = None
-            at_end = iteration == total
+            row, stop, at_end = {}, None, iteration == total
             _check_finite(carry, step, nonfinite, checkpointer)
             if run.is_log(iteration) or at_end:
                 row = _row(carry, agent, step, elapsed + now - began)
@@ -232,7 +242,7 @@ def train(
                     if logger is not None:
                         for one in logger.loggers:
                             _unless_full(one, tidy)
-                reached = row.get("eval_episode_return" if eval_interval else "episode_return")
+                reached = row.get(BEST_KEY if eval_interval else "episode_return")
                 if target_return is not None and reached is not None:
                     stop = "target_return" if np.mean(reached) >= target_return else None
                 event = Event(step=step, row=row, state=carry["state"], agent=agent)
@@ -246,14 +256,15 @@ def train(
             is_due = checkpoint_interval is None and checkpoint_dir is not None
             is_due = is_due and time.monotonic() - saved_time >= SECONDS_BETWEEN_SAVES
             stop, is_due = _agreed(interrupts.name or stop, is_due)
-            if stop or at_end or is_due or run.is_save(iteration):
-                save(iteration)
+            is_due = is_due or run.is_save(iteration) or (keep_best > 0 and BEST_KEY in row)
+            if stop or at_end or is_due:
+                save(iteration, row)
                 saved, saved_time = iteration, time.monotonic()
             if stop:
                 stopped_by = stop
                 break
         if saved != iteration:
-            save(iteration)
+            save(iteration, {})
         history.stopped_by, history.stopped_at = stopped_by, run.steps(iteration)
         if checkpointer is not None:
             checkpointer.wait()

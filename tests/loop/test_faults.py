@@ -462,7 +462,7 @@ _OPTIONS = [
     *("seed", "state", "mesh", "reduction", "num_learners", "checkpoint_interval", "resume"),
     *("keep_checkpoints", "init_model_path", "callbacks", "loggers", "log_interval", "config"),
     *("eval_interval", "num_eval_episodes", "eval_env", "target_return", "time_budget"),
-    *("nonfinite", "progress", "num_train_steps"),
+    *("nonfinite", "progress", "num_train_steps", "keep_best", "on_begin"),
 ]
 
 

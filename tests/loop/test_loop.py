@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxroll import PPO, loop, make_env
-from jaxroll.checkpoints import Checkpointer
+from jaxroll.checkpoints import Checkpointer, NoCheckpointError
 from jaxroll.envs import autoreset
-from jaxroll.reporting import History
+from jaxroll.reporting import History, JsonlLogger
 from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
 from tests.tiers import plain
 
@@ -171,6 +171,39 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
     assert leaves_equal(onward, whole)
 
 
+def test_the_best_checkpoints_stay_beside_the_latest(ppo, tmp_path, monkeypatch):
+    scores = iter([3.0, 9.0, 1.0, 5.0, 7.0, 2.0])
+    monkeypatch.setattr(
+        loop.training, "evaluation_columns", lambda *args: {"eval_episode_return": next(scores)}
+    )
+    options = {"log_interval": 32, "eval_interval": 32, "keep_checkpoints": 1, "keep_best": 2}
+    ppo.train(128, checkpoint_dir=tmp_path, **options, **QUIET)
+    steps = Checkpointer(tmp_path / "checkpoints")
+    assert steps.steps() == [64, 128]  # the best is not the latest, and the latest is there
+    ppo.train(192, checkpoint_dir=tmp_path, resume=True, **options, **QUIET)
+    assert steps.steps() == [64, 160, 192]
+    assert loop.best_checkpoint(tmp_path).name == "0000000064"
+    assert ppo.load(loop.best_checkpoint(tmp_path)).shared.iteration == 2
+    ppo.train(32, checkpoint_dir=tmp_path / "other", **QUIET)
+    with pytest.raises(NoCheckpointError, match=r"none is the best.*keep_best=1"):
+        loop.best_checkpoint(tmp_path / "other")
+
+
+def test_the_rows_of_a_checkpoint_are_on_disk_before_it(ppo, tmp_path, monkeypatch):
+    done = []
+    for cls, name in ((JsonlLogger, "sync"), (Checkpointer, "save")):
+        real = getattr(cls, name)
+        monkeypatch.setattr(
+            cls,
+            name,
+            lambda self, *a, real=real, name=name, **kw: (done.append(name), real(self, *a, **kw))[
+                1
+            ],
+        )
+    ppo.train(64, checkpoint_dir=tmp_path, checkpoint_interval=32, log_interval=32, **QUIET)
+    assert done == ["sync", "save"] * 2
+
+
 def test_without_an_interval_checkpoints_go_by_the_clock(ppo, tmp_path, monkeypatch):
     steps = []
 
@@ -214,6 +247,8 @@ BAD = {
     "num_learners is the number of devices": {"num_learners": 2},
     "num_eval_episodes must be at least 1": {"num_eval_episodes": 0, "eval_interval": 64},
     "keep_checkpoints must be at least 1": {"keep_checkpoints": 0},
+    "keep_best must be at least 0": {"keep_best": -1, "eval_interval": 64},
+    "keep_best = 2 goes by eval_episode_return: give eval_interval": {"keep_best": 2},
     "progress must be one of": {"progress": "loud"},
 }
 
