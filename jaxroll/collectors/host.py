@@ -13,6 +13,7 @@ valued after the loop, B at a time.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -95,8 +96,18 @@ class HostCollector:
         return self._start(key, np.int32(0))
 
     def restart(self, actor: ActorState) -> ActorState:
-        """Reset the environments and go on with the actor's key: after restoring a checkpoint."""
+        """Reset the environments and go on with the actor's key: after restoring a checkpoint.
+
+        The episodes that ran are cut: no step of theirs is marked as an end, and the statistics
+        of the new ones begin at 0.
+        """
         return self._start(actor.key, actor.num_rollouts)
+
+    def rehearse(self, params: PyTree, actor: ActorState, num_steps: int) -> Rollout:
+        """A rollout that touches no environment: all that `collect` needs is compiled by it."""
+        other = copy.copy(self)
+        other.envs, other._steps_taken = _Still(self.envs), int(actor.env)
+        return other.collect(params, actor, num_steps)[1]
 
     def collect(
         self, params: PyTree, actor: ActorState, num_steps: int
@@ -209,6 +220,30 @@ class HostCollector:
                 "divisor, or num_steps that is a multiple of it."
             )
         return length
+
+
+class _Still(HostEnv):
+    """Environments of the shapes of others in which nothing happens, but the first step cuts."""
+
+    def __init__(self, envs: HostEnv):
+        self.num_envs = envs.num_envs
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+        self.resets_on_next_step = envs.resets_on_next_step
+        self._is_first_step = True
+
+    def reset(self, seed: int) -> PyTree:
+        """Zeros."""
+        return zeros(self.observation_space, (self.num_envs,))
+
+    def step(self, actions: PyTree) -> HostStep:
+        """Zeros, all valid."""
+        obs, no = self.reset(0), np.zeros(self.num_envs, bool)
+        cut, self._is_first_step = no | self._is_first_step, False
+        final_obs = None if self.resets_on_next_step else obs
+        return HostStep(obs, no.astype(np.float32), no, cut, final_obs, ~no, no)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class _Stack:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxroll import collectors, parallel
@@ -160,9 +161,9 @@ class DeviceProgram:
         carry = _advance(self.agent, carry, trips, mesh=self.mesh, reduction=self.reduction)
         return jax.block_until_ready(carry)
 
-    def resume(self, state: PyTree) -> PyTree:
-        """A restored state, ready to go on: bit by bit where it was."""
-        return state
+    def resume(self, state: PyTree) -> tuple[PyTree, int]:
+        """A restored state, bit by bit where it was, and how many episodes that cut: none."""
+        return state, 0
 
     def close(self) -> None:
         """Nothing is held."""
@@ -233,19 +234,39 @@ class HostProgram:
         return state.replace(actors=actors), _stack(rollouts)
 
     def advance(self, carry: Carry, count: int) -> Carry:
-        """`count` iterations: every actor's environments in turn, then one update."""
+        """`count` iterations: every actor's environments in turn, then one update.
+
+        With a count of 0 everything is compiled, and no environment is touched.
+        """
+        if not count:
+            self._rehearse(carry)
         for _ in range(int(count)):
             state, rollouts = self._collect(carry["state"])
             carry = _host_update(self.agent, {**carry, "state": state}, rollouts)
         return jax.block_until_ready(carry)
 
-    def resume(self, state: PyTree) -> PyTree:
-        """Host environments cannot be restored: they start anew, seeded from the actor's key."""
+    def _rehearse(self, carry: Carry) -> None:
+        collector, state = self.collectors[0], carry["state"]
+        actor = jax.tree.map(lambda x: x[0], state.actors.state)
+        params = self.agent.acting_params(state.shared)
+        rollout = collector.rehearse(params, actor, self.agent.num_steps)
+        rollouts = _stack([rollout] * len(self.collectors))
+        jax.block_until_ready(_host_update(self.agent, jax.tree.map(jnp.copy, carry), rollouts))
+
+    def resume(self, state: PyTree) -> tuple[PyTree, int]:
+        """The state with its environments started anew, and how many running episodes that cut.
+
+        Host environments cannot be restored: they are seeded from the actor's key. What a rollout
+        before them ended in was bootstrapped, so their episodes are truncated, not terminated.
+        """
+        cut = np.count_nonzero(state.actors.state.statistics.episode_length)
         states = [
             collector.restart(jax.tree.map(lambda x, a=a: x[a], state.actors.state))
             for a, collector in enumerate(self.collectors)
         ]
-        return state.replace(actors=state.actors.replace(state=_stack(states)))
+        sums = jax.tree.map(jnp.zeros_like, state.actors.reward_sums)  # of those episodes
+        actors = state.actors.replace(state=_stack(states), reward_sums=sums)
+        return state.replace(actors=actors), int(cut)
 
     def close(self) -> None:
         """Close every environment."""

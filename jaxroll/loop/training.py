@@ -177,7 +177,9 @@ def train(
         shown.status("compiling")
         began = time.monotonic()
         source = checkpointer if restores else None
-        carry, iteration, elapsed = _begin(seed, program, source, state, params)
+        carry, iteration, elapsed, cut_episodes = _begin(seed, program, source, state, params)
+        if cut_episodes:
+            shown.message(f"{cut_episodes} running episodes of host environments were truncated")
         if is_primary and restores:
             on_begin()
         logger = None
@@ -201,7 +203,11 @@ def train(
             checkpointer.save(
                 run.steps(iteration),
                 carry,
-                config={**metadata, "elapsed": elapsed + time.monotonic() - began},
+                config={
+                    **metadata,
+                    "elapsed": elapsed + time.monotonic() - began,
+                    "cut_episodes": cut_episodes,  # in no whole row yet
+                },
                 metrics={BEST_KEY: np.mean(row[BEST_KEY])} if BEST_KEY in row else {},
             )
 
@@ -212,7 +218,7 @@ def train(
             carry = program.advance(carry, 0)  # compiles, so that no row's fps counts it
         last_row_time, last_row_step = time.monotonic(), run.steps(iteration)
         stopped_by = "steps"
-        shown.start = shown.step = run.steps(iteration)
+        shown.begin(run.steps(iteration), resumed=restores or state is not None)
         while iteration < total:
             count = min(run.until_next(iteration), total - iteration, pace)
             dispatched = time.monotonic()
@@ -227,9 +233,14 @@ def train(
             if run.is_log(iteration) or at_end:
                 row = _row(carry, agent, step, elapsed + now - began)
                 row["fps"] = (step - last_row_step) / max(now - last_row_time, 1e-9)
-                if not run.is_log(iteration):
+                if cut_episodes:
+                    row["cut_episodes"] = cut_episodes
+                if run.is_log(iteration):
+                    cut_episodes = 0
+                else:
                     row["partial"] = True  # a longer run will have a whole row here instead
                 if eval_interval is not None and (run.is_eval(iteration) or at_end):
+                    shown.update(step)
                     shown.status("evaluating")
                     row |= evaluation_columns(
                         agent, carry["state"], seed, iteration, num_eval_episodes, eval_env
@@ -322,22 +333,23 @@ def _claim(
 
 def _begin(
     seed: int, program: Any, source: Checkpointer | None, state: Any, params: Any
-) -> tuple[Any, int, float]:
-    """(carry, iteration, seconds before): new, from a given state, or restored from a source."""
+) -> tuple[Any, int, float, int]:
+    """(carry, iteration, seconds before, episodes cut): new, from a state, or from a source."""
     if state is not None:
         state = program.place(jax.tree.map(jnp.copy, state))
-        return program.start(state), _iteration(state), 0.0
+        return program.start(state), _iteration(state), 0.0, 0
     fresh = program.init(seed)
     if params is not None and source is None:
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
     carry = program.start(fresh)
     if source is None:
-        return carry, _iteration(fresh), 0.0
+        return carry, _iteration(fresh), 0.0, 0
     _, carry, metadata = source.restore(carry, shardings=program.shardings(carry))
-    carry = {**carry, "state": program.resume(carry["state"])}
-    iteration = _iteration(carry["state"])
-    return carry, iteration, float(metadata["config"].get("elapsed", 0.0))
+    state, cut = program.resume(carry["state"])
+    before = metadata["config"]
+    cut += int(before.get("cut_episodes", 0))
+    return {**carry, "state": state}, _iteration(state), float(before.get("elapsed", 0.0)), cut
 
 
 def _steps_in(directory: Any) -> Path:

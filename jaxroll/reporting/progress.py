@@ -99,13 +99,13 @@ class Progress:
         self.numbers: dict[str, str] = {}  # name → text, newest values
         self.current_status: str | None = None
         self._clock = clock
-        self._began = self._updated = self._status_since = clock()
+        self._began = self._status_since = clock()
         self._paused = 0.0  # seconds spent under a status
         self._samples = _Samples([(0.0, self.step)], _MAX_SAMPLES)
         self._display = _make_display(self, mode if enabled else "silent", file)
 
     def __enter__(self) -> Progress:
-        self._began = self._updated = self._status_since = self._clock()
+        self._began = self._status_since = self._clock()
         self._display.start()
         return self
 
@@ -132,14 +132,24 @@ class Progress:
         texts = {_label(name): _summary(value) for name, value in numbers.items()}
         if any(texts.values()):
             self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
+        ran = int(step) != self.step
         self.step = int(step)
-        self._updated = now
-        if self.current_status is not None:
-            # Steps that ran within a status (the first chunk compiles and runs) have no speed.
-            self._set_status(None, now)
-            self._samples = _Samples([(self._active(now), self.step)], _MAX_SAMPLES)
-        else:
+        if not self._is_status_over(now, ran=ran):
             self._sample(self._active(now))
+        self._display.changed()
+
+    def begin(self, step: int, *, resumed: bool = False) -> None:
+        """What was to be prepared is done: the work itself begins, at this step.
+
+        Args:
+          step: where it begins.
+          resumed: whether the steps before it are those of another process.
+        """
+        self.step = int(step)
+        self.start = self.step if resumed else self.start
+        now = self._clock()
+        self._set_status(None, now)
+        self._samples = _Samples([(self._active(now), self.step)], _MAX_SAMPLES)
         self._display.changed()
 
     def status(self, text: str | None) -> contextlib.AbstractContextManager[None]:
@@ -180,8 +190,7 @@ class Progress:
         (t0, s0), (t1, s1) = samples[0], samples[-1]
         if t1 > t0 and s1 > s0:
             return (s1 - s0) / (t1 - t0)
-        done, seconds = self.step - self.start, self._updated - self._began
-        return done / seconds if done > 0 and seconds > 0 else None
+        return None  # one sample since a status that steps ran in: the compilation is no speed
 
     def parts(self) -> dict[str, str]:
         """What to show, by name: description, percent, count, rate, left, numbers or status."""
@@ -234,6 +243,15 @@ class Progress:
             samples.append((active, self.step))
         while len(samples) > 2 and active - samples[0][0] > _WINDOW:
             samples.popleft()
+
+    def _is_status_over(self, now: float, *, ran: bool) -> bool:
+        """End the status, if there is one; steps that `ran` within it have no speed."""
+        if self.current_status is None:
+            return False
+        self._set_status(None, now)
+        if ran:
+            self._samples = _Samples([(self._active(now), self.step)], _MAX_SAMPLES)
+        return True
 
     def _set_status(self, text: str | None, now: float) -> None:
         if self.current_status is not None:

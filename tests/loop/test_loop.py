@@ -33,6 +33,20 @@ def ppo():
     return small("ppo", DRIFT)
 
 
+@pytest.fixture
+def compiled():
+    """Grows by one with each program that is compiled."""
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def rows_of(history):
     """Rows without what a clock says."""
     return [
@@ -98,20 +112,11 @@ def test_a_given_state_is_where_training_starts_and_is_not_destroyed(ppo):
     assert onward.shared.iteration == 4
 
 
-def test_another_seed_or_learning_rate_compiles_nothing(ppo):
+def test_another_seed_or_learning_rate_compiles_nothing(ppo, compiled):
     ppo.train(64, eval_interval=64, num_eval_episodes=2, **QUIET)
-    compiled = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        other = small("ppo", DRIFT, learning_rate=0.1).replace(discount=0.5)
-        other.train(160, seed=4, eval_interval=64, num_eval_episodes=2, **QUIET)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    compiled.clear()
+    other = small("ppo", DRIFT, learning_rate=0.1).replace(discount=0.5)
+    other.train(160, seed=4, eval_interval=64, num_eval_episodes=2, **QUIET)
     assert not compiled
 
 
@@ -330,16 +335,54 @@ def test_whole_episodes_are_evaluated_and_repeatable(ppo):
     assert not np.array_equal(one["episode_returns"], other["episode_returns"])
 
 
-def test_host_environments_train_and_resume(tmp_path):
+def host_ppo(**options):
     pytest.importorskip("gymnasium")
-    agent = PPO.create(
-        make_env("gymnasium:CartPole-v1"),
-        num_envs=2,
-        num_steps=16,
-        num_mini_batch=2,
-        num_epochs=1,
-        hidden_sizes=(8,),
-    )
+    sizes = {"num_envs": 2, "num_steps": 16, "num_mini_batch": 2, "num_epochs": 1}
+    env = make_env("gymnasium:CartPole-v1")
+    return PPO.create(env, hidden_sizes=(8,), **sizes, **options)
+
+
+def test_no_iteration_of_host_environments_compiles_anything(compiled):
+    agent = host_ppo(num_actors=2)
+    program = loop.programs.make_program(agent, None, "fast")
+    carry = program.start(program.init(0))
+    before = jax.tree.map(jnp.copy, carry["state"])
+    compiled.clear()
+    carry = program.advance(carry, 0)
+    assert compiled
+    assert leaves_equal(carry["state"], before)
+    compiled.clear()
+    carry = program.advance(carry, 3)
+    program.close()
+    assert not compiled
+    assert carry["state"].shared.iteration == 3
+
+
+def test_the_running_episodes_of_host_environments_are_truncated_and_counted(tmp_path):
+    agent = host_ppo(normalize_rewards=True)
+    options = {"checkpoint_dir": tmp_path, "log_interval": 128, **QUIET}
+    state, _ = agent.train(32, **options)
+    running = np.count_nonzero(state.actors.state.statistics.episode_length)
+    assert running
+    assert np.count_nonzero(state.actors.reward_sums)
+    program = loop.programs.make_program(agent, None, "fast")
+    resumed, cut = program.resume(state)
+    program.close()
+    assert cut == running
+    assert not np.count_nonzero(resumed.actors.reward_sums)
+    assert not np.count_nonzero(resumed.actors.state.statistics.episode_length)
+    assert resumed.actors.state.is_first.all()
+    # Stopped before the row is whole and resumed again: both cuts are in the row.
+    again, history = agent.train(64, resume=True, **options)
+    assert history.to_records()[-1]["cut_episodes"] == running
+    running += np.count_nonzero(again.actors.state.statistics.episode_length)
+    _, history = agent.train(192, resume=True, **options)
+    cuts = {row["step"]: row.get("cut_episodes") for row in history}
+    assert cuts == {128: running, 192: None}
+
+
+def test_host_environments_train_and_resume(tmp_path):
+    agent = host_ppo()
     state, history = agent.train(64, checkpoint_dir=tmp_path, log_interval=32, **QUIET)
     assert history.steps.tolist() == [32, 64]
     assert leaves_equal(agent.load(tmp_path), state)

@@ -29,6 +29,7 @@ RUN = (
 with Progress(500_000, description="ppo CartPole-v1") as progress:
     progress.status("compiling")
     wait()
+    progress.begin(0)
     progress.update(250_000, episode_return=[100.0, 140.0])
     wait()
     progress.message("saved [bold] at 250k")
@@ -322,6 +323,38 @@ def test_speed_counts_neither_the_compile_nor_the_evaluations():
         progress.update(600)
         assert progress.fraction == 0.6
     assert progress.final_line().startswith("600 of 1,000 steps in 3:06")
+
+
+def test_no_speed_is_shown_before_it_is_known():
+    clock = Clock()
+    with Progress(1000, mode="silent", clock=clock) as progress:
+        progress.status("compiling")
+        clock.now += 60
+        progress.update(10)  # of the minute nobody knows how much was the compilation
+        assert progress.rate() is None
+        assert "left" not in progress.parts()
+        clock.now += 1
+        progress.update(110)
+        assert progress.rate() == pytest.approx(100)
+        # A status that comes after the steps takes nothing from what is known.
+        progress.status("evaluating")
+        clock.now += 30
+        progress.update(110)
+        assert progress.rate() == pytest.approx(100)
+
+
+def test_steps_before_the_work_are_said_to_be_others_only_after_a_resume():
+    clock = Clock()
+    for resumed, said in ((False, "x: 100 steps in"), (True, "x: 100 steps (60 of them now) in")):
+        with Progress(100, description="x", mode="silent", clock=clock) as progress:
+            progress.status("compiling")
+            clock.now += 60
+            progress.begin(40, resumed=resumed)
+            assert progress.current_status is None
+            clock.now += 1
+            progress.update(100)
+            assert progress.rate() == pytest.approx(60)
+            assert progress.final_line().startswith(said)
 
 
 def test_time_left_counts_down_between_rare_updates():
