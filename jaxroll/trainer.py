@@ -15,7 +15,7 @@ from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.envs import make_env
 from jaxroll.loop.options import check_budget
-from jaxroll.loop.programs import make_program
+from jaxroll.loop.programs import check_traces, make_program
 from jaxroll.minibatches import divisors
 from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep
@@ -219,6 +219,11 @@ class DistributedTrainer:
         source = Path(path) if path is not None else Path(str(self.config.out))
         self._state = loop.load(self.agent, loop.best_checkpoint(source) if best else source)
         return self._state
+
+    def check(self) -> None:
+        """Raise for what only shows when a whole iteration is traced: no file is touched yet."""
+        self.make_mesh()
+        check_traces(self.agent)
 
     def make_mesh(self) -> Any:
         """The mesh that the config asks for, over all processes; None: one device."""

@@ -110,6 +110,13 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["train", "--config", "nowhere.toml"], "no config at nowhere.toml"),
         (["train", "--process-id", "1"], "together"),
         (["train", "--set", "env_options.lenght=3"], "lenght"),
+        (["train", "--set", "env_options.max_steps_in_episode=abc"], "must be a whole number"),
+        (["train", "--set", "env_options.max_steps_in_episode=-3"], "must be from 1 to 2.*got -3"),
+        (["train", "--num-envs", str(2**40)], "num_envs must be below 2"),
+        (["train", "--set", f"num_steps={2**33}"], "num_steps must be below 2"),
+        (["train", "--set", f"num_epochs={2**40}"], "num_epochs must be below 2"),
+        (["train", "--num-envs", str(2**20), "--set", "num_steps=4096"], "num_steps must be below"),
+        (["train", "--set", "hidden_sizes=[1000000, 1000000]"], "must fit into this machine"),
         (["eval", "nowhere"], "no config at nowhere"),
         (["resume", "nowhere"], "no config at nowhere"),
         (["plot", "runs/nowhere"], "there is no run at runs/nowhere"),
@@ -150,20 +157,69 @@ _wild = st.one_of(
 )
 
 
-@hypothesis_settings(
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(agent=st.sampled_from(sorted(AGENTS)), data=st.data())
-def test_no_hyperparameter_gets_past_our_checks_into_jax(agent, data):
+def make_trainer(config):
+    """A trainer, or None where a check of ours refuses the config."""
     from jaxroll.cli import _is_ours
     from jaxroll.trainer import DistributedTrainer
 
+    try:
+        return DistributedTrainer(config)
+    except (ValueError, TypeError) as error:
+        if not _is_ours(error):
+            raise
+
+
+RELAXED = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+
+@hypothesis_settings(**RELAXED, max_examples=60)
+@given(agent=st.sampled_from(sorted(AGENTS)), data=st.data())
+def test_no_hyperparameter_gets_past_our_checks_into_jax(agent, data):
     names = st.sampled_from(list(AGENTS[agent].hyperparameters()))
     given = data.draw(st.dictionaries(names, _wild, min_size=1, max_size=2))
+    make_trainer({"agent": agent, "hyperparameters": given})
+
+
+_OPTIONS = {
+    "CartPole-v1": ["max_steps_in_episode", "gravity", "tau"],
+    "Acrobot-v1": ["available_torque", "torque_noise_max"],
+    "Catch-bsuite": ["rows", "columns", "max_steps_in_episode"],
+    "FourRooms-misc": ["use_visual_obs", "pos_fixed", "fail_prob"],
+    "FrozenLake-misc": ["desc", "map_name", "reward_schedule", "success_rate"],
+}
+
+
+@hypothesis_settings(**RELAXED, max_examples=100)
+@given(env=st.sampled_from(sorted(_OPTIONS)), data=st.data())
+def test_no_option_of_an_environment_gets_past_our_checks_into_jax(env, data):
+    names = st.sampled_from(_OPTIONS[env])
+    given = data.draw(st.dictionaries(names, _wild, min_size=1, max_size=2))
+    make_trainer({"env": env, "env_options": given})
+
+
+@pytest.mark.slow
+@hypothesis_settings(**RELAXED, max_examples=40)
+@given(agent=st.sampled_from(sorted(AGENTS)), env=st.sampled_from(sorted(_OPTIONS)), data=st.data())
+def test_what_our_checks_let_pass_can_be_traced(agent, env, data):
+    from jaxroll.cli import _is_ours
+
+    hyperparameters = st.sampled_from(list(AGENTS[agent].hyperparameters()))
+    config = {
+        "agent": agent,
+        "env": env,
+        "hyperparameters": data.draw(st.dictionaries(hyperparameters, _wild, max_size=2)),
+        "env_options": data.draw(
+            st.dictionaries(st.sampled_from(_OPTIONS[env]), _wild, max_size=1)
+        ),
+    }
+    trainer = make_trainer(config)
+    if trainer is None:
+        return
     try:
-        DistributedTrainer({"agent": agent, "hyperparameters": given})
+        trainer.check()
     except (ValueError, TypeError) as error:
         if not _is_ours(error):
             raise

@@ -154,6 +154,11 @@ class DistributedAgent(Node):
 
     def _validate(self) -> None:
         """Raise if the sizes do not fit each other; called by `create` before anything is built."""
+        if self.steps_per_iteration >= 2**31:
+            raise ValueError(
+                f"num_envs * num_steps must be below 2**31, got {self.num_envs} * "
+                f"{self.num_steps} = {self.steps_per_iteration}. Use less of either."
+            )
         if self.num_envs % self.num_actors:
             raise ValueError(
                 f"num_actors must divide num_envs = {self.num_envs}, got {self.num_actors}. "

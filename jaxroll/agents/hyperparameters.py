@@ -97,6 +97,8 @@ class Hyperparameter:
                 value = int(value)
             if type(value) is not kind:
                 raise TypeError(f"{self.name} must be of type {kind.__name__}, got {value!r}.")
+            if value >= 2**31:  # what a size of an array, or a count on a device, can be
+                raise ValueError(f"{self.name} must be below 2**31, got {value}.")
         if self.rule is not None and value is not None:
             self._check_rule(np.asarray(value))
         return value

@@ -87,6 +87,9 @@ def _explain(error: Exception, debug: bool) -> int:
         return _fail(2, str(error))
     if isinstance(error, OSError | ArithmeticError) or _is_checkpoint_error(error):
         return _fail(1, str(error))
+    if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
+        reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+        return _fail(1, f"there is too little memory ({reason}). Use fewer num_envs or num_steps.")
     if not debug:
         traceback.print_exception(error)
     return _fail(1, "this was not expected; see the traceback above")

@@ -97,7 +97,7 @@ def _prepare(args: argparse.Namespace, config: Config) -> DistributedTrainer:
         process_id=args.process_id,
     )
     trainer = DistributedTrainer(config)
-    trainer.make_mesh()  # too few devices are found out before a directory is made
+    trainer.check()  # before a directory is made
     return trainer
 
 

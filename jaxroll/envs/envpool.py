@@ -15,7 +15,7 @@ from jaxroll.envs.actions import OutOfRange
 from jaxroll.envs.base import HostEnvSpec
 from jaxroll.envs.gymnasium import VectorHostEnv
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import Options, UnknownNameError, suggestion
+from jaxroll.envs.values import Options, UnknownNameError, attempt, suggestion
 
 
 class EnvpoolHostEnv(VectorHostEnv):
@@ -91,6 +91,8 @@ def make(
             f"{name!r} is not an environment of envpool.{suggestion(name, names())}"
         )
     spec = EnvpoolSpec(name, Options.create(options), out_of_range)
+    if options:
+        attempt(name, options, lambda: _spaces(spec))
     _spaces(spec)
     return spec
 

@@ -22,7 +22,13 @@ import numpy as np
 from jaxroll import spaces
 from jaxroll.envs.base import reset_where_done, time_step
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import Options, UnknownNameError, suggestion
+from jaxroll.envs.values import (
+    Options,
+    UnknownNameError,
+    attempt,
+    check_option,
+    suggestion,
+)
 from jaxroll.types import PyTree, TimeStep
 
 # The names of gymnax 1.0. A name that is not here is looked up in gymnax's own registry.
@@ -139,15 +145,34 @@ def make(name: str, **options: Any) -> GymnaxEnv:
         )
     factory = registration._registry[name]
     accepted = _constructor_options(factory)
+    for option in options.keys() & accepted.keys():
+        default = accepted[option]
+        is_size = type(default) is int and default > 0
+        check_option(name, option, options[option], default, at_least=int(is_size))
     env = GymnaxEnv(name, Options.create({k: v for k, v in options.items() if k in accepted}))
-    fields = {f.name for f in dataclasses.fields(_build(env)[1])}
-    for option in options.keys() - accepted - fields:
+    defaults = attempt(name, options, lambda: _build(env)[1])
+    fields = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
+    for option in options.keys() - accepted.keys() - fields.keys():
+        known = sorted(accepted | fields)
         raise ValueError(
-            f"{name} has no option {option!r}.{suggestion(option, accepted | fields)} "
-            f"It has {', '.join(sorted(accepted | fields))}."
+            f"{name} has no option {option!r}.{suggestion(option, known)} "
+            f"It has {', '.join(known)}."
         )
     params = {k: v for k, v in options.items() if k in fields and k not in accepted}
-    return dataclasses.replace(env, params=Options.create(params))
+    for option, value in params.items():
+        is_limit = any(option == limit for _, limit in _CLOCKS)
+        check_option(name, option, value, fields[option], at_least=int(is_limit))
+    params = {k: np.asarray(v) if np.ndim(fields[k]) else v for k, v in params.items()}
+    env = dataclasses.replace(env, params=Options.create(params))
+    attempt(name, options, lambda: _try(env))
+    return env
+
+
+def _try(env: GymnaxEnv) -> None:
+    """Trace a reset and a step."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    action = spaces.zeros(env.action_space)
+    jax.eval_shape(lambda key: env.step(key, env.reset(key)[0], action), key)
 
 
 def names() -> list[str]:
@@ -222,10 +247,15 @@ def _translate(space: Any, example: Any = None) -> spaces.Space:
     )
 
 
-def _constructor_options(factory: Any) -> set[str]:
+def _constructor_options(factory: Any) -> dict[str, Any]:
+    """Arguments of a constructor, with their defaults."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(factory).parameters.values()
-    return {p.name for p in parameters if p.kind in kinds}
+    return {
+        p.name: None if p.default is inspect.Parameter.empty else p.default
+        for p in parameters
+        if p.kind in kinds
+    }
 
 
 def _has_own_step(env: Any) -> bool:

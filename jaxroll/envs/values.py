@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -75,6 +75,71 @@ def _thaw(value: Any) -> Any:
         is_list, items = value
         return (list if is_list else tuple)(_thaw(v) for v in items)
     return value
+
+
+def attempt(name: str, options: Mapping[str, Any], function: Callable[[], Any]) -> Any:
+    """The function's result; what goes wrong in a source is a `ValueError` about its options."""
+    try:
+        return function()
+    except Exception as error:
+        given = ", ".join(f"{k}={v!r}" for k, v in options.items())
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} cannot be made with {given}: {reason}") from error
+
+
+def check_option(env: str, name: str, value: Any, default: Any, at_least: int = 0) -> None:
+    """Raise if an option is not of its default's kind; a default of None says nothing.
+
+    Whole numbers and limits of time are counted from `at_least` on.
+    """
+    kind = _kind(default)
+    if kind is None:
+        return
+    rule, is_right = _RULES[kind]
+    if not is_right(value, default):
+        shape = f" of shape {np.shape(default)}" if kind == "array" else ""
+        raise _wrong(value)(f"{name} of {env} must be {rule}{shape}, got {value!r}.")
+    if (kind == "int" or (kind == "float" and at_least)) and not at_least <= value < 2**31:
+        raise ValueError(f"{name} of {env} must be from {at_least} to 2**31 - 1, got {value!r}.")
+
+
+def _kind(default: Any) -> str | None:
+    if default is None or isinstance(default, list | tuple | dict):
+        return None
+    if isinstance(default, str):
+        return "str"
+    array = np.asarray(default)
+    if array.ndim:
+        return "array" if array.dtype.kind in "biuf" else None
+    return {"b": "bool", "i": "int", "u": "int", "f": "float"}.get(array.dtype.kind)
+
+
+def _is_number(value: Any, kinds: str) -> bool:
+    return isinstance(value, bool | int | float | np.generic) and np.asarray(value).dtype.kind in (
+        kinds
+    )
+
+
+def _wrong(value: Any) -> type[Exception]:
+    return ValueError if _is_number(value, "iuf") else TypeError
+
+
+_RULES = {
+    "str": ("a string", lambda x, _: isinstance(x, str)),
+    "bool": ("true or false", lambda x, _: _is_number(x, "b")),
+    "int": ("a whole number", lambda x, _: _is_number(x, "iu")),
+    "float": ("a finite number", lambda x, _: _is_number(x, "iuf") and np.isfinite(float(x))),
+    "array": ("an array of finite numbers", lambda x, y: _fits(x, y)),
+}
+
+
+def _fits(value: Any, default: Any) -> bool:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        return False
+    is_right = array.dtype.kind in "biuf" and array.shape == np.shape(default)
+    return bool(is_right and np.isfinite(array).all())
 
 
 def suggestion(name: str, names: Iterable[str], count: int = 3) -> str:

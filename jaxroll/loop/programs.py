@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 from typing import Any
 
 import jax
@@ -71,9 +73,56 @@ def zero_metrics(agent: Any, state: Any, rollouts: Any = None) -> Any:
       state: its state.
       rollouts: shapes of what actors collect, where that is not part of the program.
     """
+    return metrics_lib.zeros_like(zero_shapes(agent, state, rollouts))
+
+
+def zero_shapes(agent: Any, state: Any, rollouts: Any = None) -> Any:
+    """The shapes of `zero_metrics`."""
     leaves, structure = jax.tree.flatten((agent, state, rollouts))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return metrics_lib.zeros_like(_metrics_shapes(structure, shapes))
+    return _metrics_shapes(structure, shapes)
+
+
+def check_traces(agent: Any) -> None:
+    """Trace a whole iteration: what goes wrong there does so before anything is written.
+
+    Of host environments only the policy is traced. `zero_metrics` need not trace again.
+    """
+    if agent.is_host:
+        host_rollout_shapes(agent, has_valid=False)
+        return
+    leaves, structure = jax.tree.flatten(agent)
+    shapes = tuple(jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves)
+    state = _state_shapes(structure, shapes)
+    _check_memory(agent, state)
+    zero_shapes(agent, state)
+
+
+@functools.lru_cache(maxsize=32)
+def _state_shapes(structure: Any, leaves: tuple[Any, ...]) -> Any:
+    agent = jax.tree.unflatten(structure, leaves)
+    return jax.eval_shape(lambda a, key: a.init(key), agent, _key())
+
+
+def _check_memory(agent: Any, state: Any) -> None:
+    """Raise if state and rollout are larger than the machine's memory, which ends in a kill."""
+    if jax.default_backend() != "cpu":
+        return
+    actors = state.actors.state
+    num_steps = agent.steps_per_iteration // math.prod(actors.is_first.shape[-2:])
+    # A row has some eight numbers beside its observation.
+    size = _num_bytes(state) + num_steps * _num_bytes((actors.obs, [actors.is_first] * 32))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise ValueError(
+            f"state and rollout must fit into this machine's {memory / 2**30:.0f} GiB, but have at "
+            f"least {size / 2**30:.0f} GiB. Use fewer environments (num_envs), shorter or fewer "
+            "unrolls (num_steps, num_storages), or smaller layers."
+        )
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @functools.lru_cache(maxsize=32)

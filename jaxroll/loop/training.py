@@ -29,7 +29,7 @@ from jaxroll.loop.options import (
     check_resumable,
     has_steps,
 )
-from jaxroll.loop.programs import make_program
+from jaxroll.loop.programs import check_traces, make_program
 from jaxroll.loop.schedule import Schedule, next_pace
 from jaxroll.loop.signals import Interrupts
 from jaxroll.loop.states import BEST_KEY, describe, params_of
@@ -139,6 +139,7 @@ def train(
         )
     callbacks = as_callbacks(callbacks)
     loggers = as_loggers(loggers, checkpoint_dir)
+    check_traces(agent)
     is_primary = jax.process_index() == 0
     run = Schedule(agent, log_interval, eval_interval, checkpoint_interval)
     shown = Progress(

@@ -93,6 +93,28 @@ def test_an_unknown_option_is_an_error_with_near_matches():
         make_env("MemoryChain-bsuite", memory_lenth=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("CartPole-v1", {"max_steps_in_episode": "abc"}, "must be a whole number, got 'abc'"),
+        ("CartPole-v1", {"max_steps_in_episode": True}, "must be a whole number, got True"),
+        ("CartPole-v1", {"max_steps_in_episode": 0}, r"from 1 to 2\*\*31 - 1, got 0"),
+        ("BernoulliBandit-misc", {"max_steps_in_episode": -1.0}, "from 1 to"),
+        ("CartPole-v1", {"gravity": float("nan")}, "must be a finite number, got nan"),
+        ("CartPole-v1", {"gravity": [9.8]}, "must be a finite number"),
+        ("MemoryChain-bsuite", {"memory_length": 2.5}, "must be a whole number, got 2.5"),
+        ("PointRobot-misc", {"dense_reward": 1}, "must be true or false, got 1"),
+        ("Acrobot-v1", {"available_torque": [1.0, 2.0]}, r"of shape \(3,\), got \[1.0, 2.0\]"),
+        ("Catch-bsuite", {"rows": 0}, "rows of Catch-bsuite must be from 1"),
+        ("FrozenLake-misc", {"map_name": "9x9"}, "cannot be made with map_name='9x9': map_name"),
+        ("FourRooms-misc", {"pos_fixed": [1]}, r"cannot be made with pos_fixed=\[1\]"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_told_when_the_environment_is_made(name, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_env(name, **options)
+
+
 def test_environments_compare_by_name_and_options():
     assert make_env("CartPole-v1") == make_env("gymnax:CartPole-v1")
     assert hash(make_env("CartPole-v1")) == hash(make_env("CartPole-v1"))

@@ -1,5 +1,6 @@
 """The shell: rows, resume, stops, faults; on agents that are as small as they can be."""
 
+import dataclasses
 import os
 import signal
 
@@ -12,7 +13,7 @@ from jaxroll import PPO, loop, make_env
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History, JsonlLogger
-from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
+from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, small
 from tests.tiers import plain
 
 QUIET = {"progress": "silent"}
@@ -270,6 +271,18 @@ def test_bad_options_are_refused_before_anything_is_written(message, tmp_path, m
         agent.train(**{"num_train_steps": 64, **QUIET, **options})
     assert message in str(error.value)
     assert not directory.exists()
+
+
+def test_an_environment_that_cannot_be_traced_leaves_no_directory(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Broken(Drift):
+        def step(self, key, obs, action):
+            return obs, obs, jnp.zeros((2, 3)) @ jnp.zeros(2), False
+
+    agent = small("ppo", autoreset(Broken()))
+    with pytest.raises(TypeError, match="dot_general"):
+        agent.train(64, checkpoint_dir=tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_would_end_before_its_first_update_is_refused(tmp_path):
