@@ -22,6 +22,7 @@ from jaxroll.reporting._format import near_matches
 
 MAX_SEED = 2**31 - 1
 _TABLES = ("env_options", "hyperparameters")
+DECAYING = ("ppo",)  # agents that stay where they are good only if their step size falls
 
 
 def setting(
@@ -222,9 +223,16 @@ class Config:
         return Config.from_dict(merge(self.to_dict(), values))
 
     def complete(self) -> Config:
-        """A copy that names every hyperparameter, so that new defaults do not change the run."""
+        """A copy that names every hyperparameter, so that new defaults do not change the run.
+
+        A run knows its length: PPO's learning rate falls to 0 over it, unless `decay_steps` says
+        something else ("none": constant). As a number in the config it stays what it is when the
+        run is resumed.
+        """
         known = agent_class(self.agent).hyperparameters()
         defaults = {name: h.default for name, h in known.items()}
+        if self.agent in DECAYING:
+            defaults["decay_steps"] = self.num_train_steps
         return self.replace(hyperparameters={**defaults, **self.hyperparameters})
 
     # What it describes.
@@ -238,7 +246,7 @@ class Config:
     def make_agent(self, env: Any = None) -> Any:
         """The agent, for this environment or for the config's own."""
         env = self.make_env() if env is None else env
-        return agent_class(self.agent).create(env, **self.hyperparameters)
+        return agent_class(self.agent).create(env, **self.complete().hyperparameters)
 
 
 def settings() -> dict[str, dataclasses.Field]:

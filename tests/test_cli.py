@@ -288,7 +288,7 @@ def test_eval_plays_the_best_checkpoint_if_asked(run, capsys):
 
 def test_resume_goes_on_to_the_same_end(run, capsys):
     parts, whole = run.with_name("parts"), run.with_name("whole")
-    common = ["train", "--config", str(run), "--no-cache", "--quiet"]
+    common = ["train", "--config", str(run), "--set", "decay_steps=384", "--no-cache", "--quiet"]
     assert main([*common, "--num-train-steps", "128", "--out", str(parts)]) == 0
     assert main([*common, "--num-train-steps", "384", "--out", str(whole)]) == 0
     capsys.readouterr()
@@ -296,6 +296,18 @@ def test_resume_goes_on_to_the_same_end(run, capsys):
     assert "going on" in capsys.readouterr().out
     assert read_rows(parts) == read_rows(whole)
     assert Config.read(parts).num_train_steps == 384
+
+
+def test_a_run_decays_over_its_own_length_and_says_if_it_is_prolonged(run, capsys):
+    assert Config.read(run).hyperparameters["decay_steps"] == 256
+    out = run.with_name("longer")
+    argv = ["train", "--config", str(run), "--num-train-steps", "320", "--no-cache"]
+    assert main([*argv, "--out", str(out)]) == 0
+    assert Config.read(out).hyperparameters["decay_steps"] == 320
+    assert "learning rate is 0" not in capsys.readouterr().err
+    assert main(["resume", str(out), "--num-train-steps", "384", "--no-cache"]) == 0
+    assert "is 0 from step 320 on, and the run ends at 384" in capsys.readouterr().err
+    assert Config.read(out).hyperparameters["decay_steps"] == 320
 
 
 def test_plot_draws_runs_and_columns(run, tmp_path, capsys):

@@ -12,6 +12,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 from jaxroll._toml import toml_key, toml_value
 from jaxroll.agents import AGENTS
 from jaxroll.config import Config, merge, parse_value, settings
+from tests.agents.learning_tasks import TASKS
 
 _text = st.text(st.characters(codec="utf-8"), max_size=20)
 _scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), _text)
@@ -188,3 +189,19 @@ def test_hyperparameters_reach_the_agent_as_given():
     assert agent.num_envs == 4
     assert agent.learning_rate == np.float32(1e-3)
     assert agent.hidden_sizes == config.make_agent().hidden_sizes
+
+
+def test_the_learning_rate_of_ppo_falls_over_the_run_unless_told_otherwise():
+    config = Config()
+    assert (config.agent, config.env) == ("ppo", "CartPole-v1")  # what `jaxroll train` runs
+    task = TASKS["ppo CartPole"]  # what is tried on many seeds
+    assert config.complete().hyperparameters["decay_steps"] == config.num_train_steps == task.steps
+    defaults = {name: h.default for name, h in AGENTS["ppo"].hyperparameters().items()}
+    assert config.complete().hyperparameters == defaults | task.options
+    assert config.make_agent().decay_steps == task.steps
+    longer = Config.from_toml(config.complete().to_toml()).replace(num_train_steps=10**6)
+    assert longer.complete().hyperparameters["decay_steps"] == task.steps  # as when it is resumed
+    constant = Config(hyperparameters={"decay_steps": "none"})
+    assert constant.complete().hyperparameters["decay_steps"] is None
+    assert Config(agent="impala").complete().hyperparameters["decay_steps"] is None
+    assert AGENTS["ppo"].hyperparameters()["decay_steps"].default is None

@@ -56,7 +56,18 @@ def config_of(args: argparse.Namespace) -> Config:
     for name in _FLAGS:
         if getattr(args, name) is not None:
             changes[name] = parse_value(getattr(args, name))
-    return Config.from_dict(merge(values, changes))
+    return Config.from_dict(merge(_without_own_decay(values, changes), changes))
+
+
+def _without_own_decay(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A config whose learning rate falls over its own length, ready to have another length."""
+    given = values.get("hyperparameters", {})
+    if "num_train_steps" not in changes or "decay_steps" not in given:
+        return values
+    if given["decay_steps"] != values["num_train_steps"]:
+        return values
+    kept = {name: value for name, value in given.items() if name != "decay_steps"}
+    return values | {"hyperparameters": kept}
 
 
 def claim_directory(wanted: str) -> str:
@@ -106,6 +117,8 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
     shown = not args.quiet and jax.process_index() == 0
     if shown:
         print(_headline(trainer, resume))
+        if warning := _early_zero(config):
+            print(f"jaxroll: {warning}", file=sys.stderr)
     progress = "silent" if args.quiet else None
     _, history = trainer.train(resume=resume, progress=progress, own_process=True)
     out = trainer.out
@@ -128,6 +141,17 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
         lines = _summary(config, result, history, out, curve)
         print("\n".join(f"  {name:<8} {text}" for name, text in lines))
     return 0 if is_saved else 1
+
+
+def _early_zero(config: Config) -> str:
+    """What to say where the learning rate is 0 before the run's end, as when one is prolonged."""
+    decay, end = config.hyperparameters.get("decay_steps"), config.num_train_steps
+    if decay is None or decay >= end:
+        return ""
+    return (
+        f"the learning rate is 0 from step {decay:,.0f} on, and the run ends at {end:,}. Use --set "
+        f"decay_steps={end}."
+    )
 
 
 def _unsaved(history: Any, out: Path) -> str:
