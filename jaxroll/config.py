@@ -277,6 +277,11 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         table, dot, key = name.partition(".")
         if dot and table in _TABLES:
             merged[table][key] = value
+        elif name in _TABLES and not isinstance(value, Mapping):
+            raise TypeError(
+                f"{name} must be a table of names and values, got {value!r}. Set one of its "
+                f"entries: {name}.NAME=VALUE."
+            )
         elif name in known:
             merged[name] = value
         elif name in (hyperparameters := agent_class(agent).hyperparameters()):

@@ -4,20 +4,24 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 from jaxroll.agents import AGENTS
+from jaxroll.checkpoints import CheckpointWarning
 from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
+from jaxroll.cli.train import claim_directory
 from jaxroll.config import Config
 from jaxroll.reporting import History
 
@@ -32,6 +36,18 @@ def read_rows(directory):
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [{k: v for k, v in row.items() if k not in ("fps", "total_time")} for row in rows]
+
+
+@pytest.fixture(autouse=True)
+def cache():
+    """What --no-cache turns off is on again for the next test."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +125,9 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["train", "--devices", "16", "--num-actors", "16"], "num_devices must be between"),
         (["train", "--config", "nowhere.toml"], "no config at nowhere.toml"),
         (["train", "--process-id", "1"], "together"),
+        (["train", "--set", "hyperparameters=3"], "hyperparameters.NAME=VALUE"),
+        (["train", "--set", "env_options=3", "--set", "env_options.x=1"], "env_options.NAME=VALUE"),
+        (["train", "--out", "/dev/null/run"], "cannot make the run directory /dev/null/run"),
         (["train", "--set", "env_options.lenght=3"], "lenght"),
         (["train", "--set", "env_options.max_steps_in_episode=abc"], "must be a whole number"),
         (["train", "--set", "env_options.max_steps_in_episode=-3"], "must be from 1 to 2.*got -3"),
@@ -308,6 +327,71 @@ def test_a_run_decays_over_its_own_length_and_says_if_it_is_prolonged(run, capsy
     assert main(["resume", str(out), "--num-train-steps", "384", "--no-cache"]) == 0
     assert "is 0 from step 320 on, and the run ends at 384" in capsys.readouterr().err
     assert Config.read(out).hyperparameters["decay_steps"] == 320
+
+
+def test_resume_takes_settings_and_says_what_is_another_run(run, capsys):
+    out = run.with_name("set")
+    argv = ["train", "--config", str(run), "--no-cache", "--quiet", "--num-train-steps", "128"]
+    assert main([*argv, "--out", str(out)]) == 0
+    again = ["resume", str(out), "--num-train-steps", "256", "--no-cache", "--quiet", "--set"]
+    before = (out / "config.toml").read_text()
+    assert main([*again, "seed=1"]) == 2
+    assert "the run has seed 0, and goes on with it; got seed 1" in capsys.readouterr().err
+    assert (out / "config.toml").read_text() == before
+    with pytest.warns(CheckpointWarning, match="goes on with learning_rate = 0.01, before 0.001"):
+        assert main([*again, "learning_rate=0.01", "--set", "time_budget=1e-3"]) == 0
+    config = Config.read(out)
+    assert (config.time_budget, config.hyperparameters["learning_rate"]) == (1e-3, 0.01)
+    assert main([*again, "learning_rat=1"]) == 2
+
+
+def test_a_config_of_ones_own_names_its_directory_and_that_of_a_run_does_not(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "configs"
+    Config.read(run).replace(out="mine").write(mine / "mine.toml")
+    argv = ["train", "--num-train-steps", "64", "--no-cache", "--quiet", "--config"]
+    assert main([*argv, str(mine / "mine.toml")]) == 0
+    assert main([*argv, str(run)]) == 0
+    assert main([*argv, str(run / "config.toml")]) == 0
+    made = {"configs", "mine", "runs", "runs/ppo-CartPole-v1-0", "runs/ppo-CartPole-v1-0-2"}
+    found = [*tmp_path.iterdir(), *(tmp_path / "runs").iterdir()]
+    assert {str(path.relative_to(tmp_path)) for path in found} == made
+
+
+def test_of_many_that_start_at_once_each_has_a_directory_of_its_own(tmp_path):
+    wanted = tmp_path / "runs" / "one"
+    for _ in range(5):
+        with ThreadPoolExecutor(16) as pool:
+            claimed = list(pool.map(claim_directory, [str(wanted)] * 16))
+        assert len(set(claimed)) == 16
+        shutil.rmtree(wanted.parent)
+    (tmp_path / "runs").mkdir()
+    wanted.touch()  # a file is no directory
+    assert claim_directory(str(wanted)) == f"{wanted}-2"
+
+
+def test_the_cache_is_really_off(monkeypatch):
+    import jax
+
+    from jaxroll.cli.startup import start
+
+    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
+    asked = []
+    start(cache=False)  # the directory that conftest.py chose must not be used either
+    assert asked == [("jax_enable_compilation_cache", False)]
+
+
+def test_plot_leaves_out_runs_without_metrics(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "curve.png"
+    assert main(["plot", str(run), str(tmp_path / "empty"), "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert out.exists()
+    assert captured.err == f"jaxroll: {tmp_path / 'empty'} has no metrics and is left out.\n"
+    assert main(["plot", str(tmp_path / "empty")]) == 2
+    assert "no metrics to draw yet" in capsys.readouterr().err
 
 
 def test_plot_draws_runs_and_columns(run, tmp_path, capsys):

@@ -139,14 +139,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--num-envs", metavar="N", help="environments in total")
     run.add_argument("--num-actors", metavar="N", help="logical actors; devices must divide them")
     run.add_argument("--config", metavar="FILE", help="a TOML file, or a run to repeat")
-    run.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any hyperparameter (see `jaxroll agents ppo`), setting (see below) or "
-        "env_options.NAME; may be repeated",
-    )
+    _set(run)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -164,6 +157,17 @@ def _train(parser: argparse.ArgumentParser) -> None:
     ]
     parser.epilog = f"more settings, for --set and config files:\n{chr(10).join(lines)}\n\n" + str(
         parser.epilog
+    )
+
+
+def _set(parser: Any) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any hyperparameter (see `jaxroll agents ppo`), setting (see `jaxroll train --help`) "
+        "or env_options.NAME; may be repeated",
     )
 
 
@@ -197,6 +201,7 @@ def _resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-train-steps", metavar="N", help="steps of the whole run (default: the config's)"
     )
+    _set(parser)
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     _devices(parser)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from jaxroll.cli.parser import UsageError
@@ -49,6 +50,7 @@ def plot_command(args: argparse.Namespace) -> int:
             raise UsageError(f"there is no run at {name}. {hint}".strip())
     from jaxroll.reporting import plot_runs
 
+    runs = _with_rows(runs)
     default = Path(runs[0]) / "curve.png" if len(runs) == 1 and Path(runs[0]).is_dir() else None
     out = Path(args.out) if args.out else default or Path("curve.png")
     plot_runs(
@@ -62,3 +64,18 @@ def plot_command(args: argparse.Namespace) -> int:
     )
     print(out)
     return 0
+
+
+def _with_rows(runs: list[str]) -> list[str]:
+    """The runs that have metrics; of `runs/*`, others are named and left out."""
+    empty = [run for run in runs if os.path.isdir(run) and not _has_rows(Path(run))]
+    if empty and len(empty) == len(runs):
+        raise UsageError(f"{', '.join(empty)} has no metrics to draw yet.")
+    for run in empty:
+        print(f"jaxroll: {run} has no metrics and is left out.", file=sys.stderr)
+    return [run for run in runs if run not in empty]
+
+
+def _has_rows(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0

@@ -23,13 +23,15 @@ def start(
 
     Args:
       devices: on CPU, make so many (in each process).
-      cache: keep compiled programs on disk.
+      cache: keep compiled programs on disk, and use those that are there.
       coordinator: as for `parallel.initialize`.
       num_processes: as for `parallel.initialize`.
       process_id: as for `parallel.initialize`.
     """
     chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if cache and not chosen:  # not by JAX_COMPILATION_CACHE_DIR
+    if not cache:
+        jax.config.update("jax_enable_compilation_cache", False)  # also one of the environment's
+    elif not chosen:  # not by JAX_COMPILATION_CACHE_DIR
         jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if devices is not None:

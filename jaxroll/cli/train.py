@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -34,25 +35,27 @@ def train_command(args: argparse.Namespace) -> int:
 
 def resume_command(args: argparse.Namespace) -> int:
     """Go on with a run where its newest checkpoint is."""
-    changes = {name: getattr(args, name) for name in ("num_train_steps", "devices", "reduction")}
-    changes = {name: parse_value(text) for name, text in changes.items() if text is not None}
+    changes = _set_options(args.set)
+    for name in ("num_train_steps", "devices", "reduction"):
+        if getattr(args, name) is not None:
+            changes[name] = parse_value(getattr(args, name))
     config = Config.read(args.run).set(changes).replace(out=args.run)
     return _run(_prepare(args, config), args, resume=True)
 
 
 def config_of(args: argparse.Namespace) -> Config:
     """The config that a command line describes: the file, then --set, then the other options."""
-    values = {} if args.config is None else Config.read(args.config).to_dict() | {"out": None}
+    values: dict[str, Any] = {}
+    if args.config is not None:
+        values = Config.read(args.config).to_dict()
+        if _is_of_a_run(Path(args.config)):
+            values["out"] = None  # that directory is the other run's
     changes: dict[str, Any] = {}
     for name in ("agent", "env"):
         if getattr(args, name) is not None:
             changes[name] = getattr(args, name)
     _check_agent(changes)
-    for item in args.set:
-        key, equals, text = item.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(f"--set takes KEY=VALUE, such as learning_rate=1e-3, got {item!r}.")
-        changes[key.strip()] = parse_value(text)
+    changes |= _set_options(args.set)
     for name in _FLAGS:
         if getattr(args, name) is not None:
             changes[name] = parse_value(getattr(args, name))
@@ -72,19 +75,40 @@ def _without_own_decay(values: dict[str, Any], changes: dict[str, Any]) -> dict[
 
 def claim_directory(wanted: str) -> str:
     """Make a directory of this name, or of the next free one: no run is ever written over."""
-    base = Path(wanted)
-    base.parent.mkdir(parents=True, exist_ok=True)
-    number = 1
+    base, number = Path(wanted), 1
     while True:
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:
-            path.mkdir()
-        except FileExistsError:
-            if path.is_dir() and not any(path.iterdir()):
+            path.mkdir(parents=True, exist_ok=True)
+            if not any(path.iterdir()):
+                # Of two that find it empty at once, one makes the file.
+                os.close(os.open(path / ".lock", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
                 return str(path)
-            number += 1
-        else:
-            return str(path)
+        except FileExistsError:
+            pass  # taken meanwhile, or a file
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {path}: {error}. Choose another with --out."
+            ) from error
+        number += 1
+
+
+def _set_options(items: list[str]) -> dict[str, Any]:
+    """What --set says, by name."""
+    changes = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set takes KEY=VALUE, such as learning_rate=1e-3, got {item!r}.")
+        changes[key.strip()] = parse_value(text)
+    return changes
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a config is that of a run, to be repeated, and not one written by hand."""
+    directory = path if path.is_dir() else path.parent
+    names = (".lock", "metrics.jsonl", "checkpoints")
+    return any((directory / name).exists() for name in names)
 
 
 def _check_agent(changes: dict[str, Any]) -> None:

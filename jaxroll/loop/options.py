@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll.checkpoints import Checkpointer, NoCheckpointError, manifest
+from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
 from jaxroll.reporting import make_loggers
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
@@ -154,6 +155,36 @@ def check_new(directory: Path) -> None:
             f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
             "checkpoint_dir."
         )
+
+
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare what a checkpoint says of its run with what goes on: its seed must be the same.
+
+    Keys and environments are those of the checkpoint, so another seed would be without effect;
+    another hyperparameter has one, and is warned of.
+    """
+    if before.get("seed", now["seed"]) != now["seed"]:
+        raise ValueError(
+            f"the run has seed {before['seed']}, and goes on with it; got seed {now['seed']}. Use "
+            f"seed={before['seed']}, or another directory for a run of another seed."
+        )
+    old, new = before.get("hyperparameters", {}), now["hyperparameters"]
+    changed = [
+        f"{name} = {_shown(new[name])}, before {_shown(old[name])}"
+        for name in new
+        if name in old and old[name] != new[name]
+    ]
+    if changed:
+        warnings.warn(
+            f"the run goes on with {'; '.join(changed)}. It is no longer the run that its config "
+            "describes from the start.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def has_steps(directory: Path) -> bool:

@@ -27,6 +27,7 @@ from jaxroll.loop.options import (
     check_new,
     check_options,
     check_resumable,
+    check_same_run,
     has_steps,
 )
 from jaxroll.loop.programs import check_traces, make_program
@@ -178,7 +179,9 @@ def train(
         shown.status("compiling")
         began = time.monotonic()
         source = checkpointer if restores else None
-        carry, iteration, elapsed, cut_episodes = _begin(seed, program, source, state, params)
+        metadata = {**describe(agent), "seed": seed, **(config or {})}
+        begun = _begin(program, source, state, params, metadata)
+        carry, iteration, elapsed, cut_episodes = begun
         if cut_episodes:
             shown.message(f"{cut_episodes} running episodes of host environments were truncated")
         if is_primary and restores:
@@ -194,7 +197,6 @@ def train(
         if resume and checkpoint_dir is not None and is_primary:
             for row in History.read(checkpoint_dir / "metrics.jsonl"):
                 history.append(row)
-        metadata = {**describe(agent), "seed": seed, **(config or {})}
 
         def save(iteration: int, row: dict[str, Any]) -> None:
             if checkpointer is None:
@@ -333,13 +335,13 @@ def _claim(
 
 
 def _begin(
-    seed: int, program: Any, source: Checkpointer | None, state: Any, params: Any
+    program: Any, source: Checkpointer | None, state: Any, params: Any, now: dict[str, Any]
 ) -> tuple[Any, int, float, int]:
     """(carry, iteration, seconds before, episodes cut): new, from a state, or from a source."""
     if state is not None:
         state = program.place(jax.tree.map(jnp.copy, state))
         return program.start(state), _iteration(state), 0.0, 0
-    fresh = program.init(seed)
+    fresh = program.init(now["seed"])
     if params is not None and source is None:
         shared = fresh.shared.replace(params=params)
         fresh = program.place(fresh.replace(shared=shared))
@@ -347,8 +349,9 @@ def _begin(
     if source is None:
         return carry, _iteration(fresh), 0.0, 0
     _, carry, metadata = source.restore(carry, shardings=program.shardings(carry))
-    state, cut = program.resume(carry["state"])
     before = metadata["config"]
+    check_same_run(before, now)
+    state, cut = program.resume(carry["state"])
     cut += int(before.get("cut_episodes", 0))
     return {**carry, "state": state}, _iteration(state), float(before.get("elapsed", 0.0)), cut
 
