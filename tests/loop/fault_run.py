@@ -11,12 +11,12 @@ import time
 import warnings
 from pathlib import Path
 
-from jaxroll import IMPALA, PPO, checkpoints, loop, make_env
+from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, loop, make_env
 from jaxroll.checkpoints import CheckpointWarning
 
 SIZES = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,)}
 STEPS_PER_ITERATION = 32
-# Between them: carries, both normalisers, a schedule, a filled ring with its cursors.
+# Between them: carries, both normalisers, schedules, two optimisers, a filled ring with cursors.
 AGENTS = {
     "ppo": lambda: PPO.create(
         make_env("CartPole-v1"),
@@ -27,6 +27,10 @@ AGENTS = {
         normalize_rewards=True,
         decay_steps=20_000,
         **SIZES,
+    ),
+    "a2c": lambda: A2C.create(make_env("CartPole-v1"), decay_steps=20_000, **SIZES),
+    "daac": lambda: DAAC.create(
+        make_env("CartPole-v1"), num_mini_batch=2, value_freq=2, decay_steps=20_000, **SIZES
     ),
     "impala": lambda: IMPALA.create(
         make_env("CartPole-v1"), num_storages=12, batch_size=4, decay_steps=20_000, **SIZES

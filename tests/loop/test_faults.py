@@ -183,7 +183,7 @@ def test_a_run_killed_fifty_times_ends_like_the_undisturbed_one(start, undisturb
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [n if n == "ppo" else pytest.param(n, marks=pytest.mark.long) for n in AGENTS],
+    [n if n == "a2c" else pytest.param(n, marks=pytest.mark.long) for n in AGENTS],
 )
 def test_half_a_run_and_a_new_process_is_a_run_bit_by_bit(name, start, undisturbed, tmp_path):
     run = tmp_path / "run"

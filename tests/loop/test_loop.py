@@ -23,6 +23,7 @@ AGENTS = {
         "ppo", DRIFT, normalize_observations=True, normalize_rewards=True, decay_steps=400
     ),
     "recurrent ppo": lambda: small("ppo", DRIFT, network="lstm", sequence_length=4),
+    "a2c": lambda: small("a2c", DRIFT, decay_steps=300),
     "daac": lambda: small("daac", DRIFT, decay_steps=300, value_freq=2),
     "impala": lambda: small("impala", DRIFT, num_storages=12, decay_steps=300),
     "recurrent impala": lambda: small("impala", DRIFT, network="gru"),
@@ -64,7 +65,7 @@ def same_rows(one, other):
     return True
 
 
-@pytest.mark.parametrize("name", plain(AGENTS, ["normalised ppo", "impala"]))
+@pytest.mark.parametrize("name", plain(AGENTS, ["normalised ppo", "a2c", "impala"]))
 def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
     agent = AGENTS[name]()
     options = {"log_interval": 64, "seed": 3, **QUIET}
