@@ -136,7 +136,8 @@ class DistributedTrainer:
             *("time_budget", "nonfinite", "init_model_path", "loggers"),
         )
         mesh = self.make_mesh()
-        if self.out is not None and not resume and (self.out / "config.toml").exists():
+        is_first = jax.process_index() == 0  # the others may find what it has written by now
+        if is_first and not resume and self.out and (self.out / "config.toml").exists():
             raise FileExistsError(
                 f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
                 "another out."

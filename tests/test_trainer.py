@@ -104,6 +104,16 @@ def test_a_resume_that_fails_leaves_the_config_as_it_was(run):
     assert (run.out / "config.toml").read_text() == before
 
 
+def test_a_config_that_process_0_has_just_written_stops_no_other_process(run, monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        jaxroll.loop, "train", lambda *a, **kw: (trained.append(kw), (None, None))[1]
+    )
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    DistributedTrainer(run.config).train()
+    assert len(trained) == 1
+
+
 @pytest.mark.slow
 def test_several_seeds_are_one_run(tmp_path):
     trainer = DistributedTrainer(CONFIG | {"num_seeds": 2, "seed": 3, "out": str(tmp_path / "r")})
