@@ -22,7 +22,7 @@ from jaxroll import spaces
 from jaxroll.envs.actions import OutOfRange, action_checker
 from jaxroll.envs.base import HostEnv, HostEnvSpec, HostStep
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import Options, UnknownNameError, attempt, suggestion
+from jaxroll.envs.values import Options, UnknownNameError, suggestion, unusable
 from jaxroll.types import PyTree
 
 MODES = ("SameStep", "NextStep", "Disabled")
@@ -382,10 +382,10 @@ def make(
             f"{name!r} needs a package that is not installed ({error}). "
             f'Install it: pip install "jaxroll[{extra}]".'
         ) from error
-    except Exception:
-        if options:
-            attempt(name, options, lambda: _spaces(spec))
-        raise
+    except Exception as error:
+        if not options:
+            raise
+        raise unusable(name, options, error) from error
     return spec
 
 

@@ -82,9 +82,14 @@ def attempt(name: str, options: Mapping[str, Any], function: Callable[[], Any]) 
     try:
         return function()
     except Exception as error:
-        given = ", ".join(f"{k}={v!r}" for k, v in options.items())
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{name} cannot be made with {given}: {reason}") from error
+        raise unusable(name, options, error) from error
+
+
+def unusable(name: str, options: Mapping[str, Any], error: Exception) -> ValueError:
+    """The error for options with which a source cannot make an environment."""
+    given = ", ".join(f"{k}={v!r}" for k, v in options.items())
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"{name} cannot be made with {given}: {reason}")
 
 
 def check_option(env: str, name: str, value: Any, default: Any, at_least: int = 0) -> None:

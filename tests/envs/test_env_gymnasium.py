@@ -195,7 +195,7 @@ def test_settings_are_checked_when_the_environment_is_named():
         make_env("gymnasium:Acrobot-v1", autoreset_mode="never")
     with pytest.raises(ValueError, match="vectorization_mode must be"):
         make_env("gymnasium:Acrobot-v1", vectorization_mode="threads")
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(ValueError, match=r"cannot be made with gravitas=3: .*unexpected keyword"):
         make_env("gymnasium:CartPole-v1", gravitas=3)
     with pytest.raises(ValueError, match="num_envs must be at least 1"):
         make_env("gymnasium:CartPole-v1").make(0)
