@@ -27,7 +27,7 @@ from jaxroll.minibatches import MinibatchPlan
 from jaxroll.types import Array, PyTree
 
 # On a CPU, rows that go through a loss together: their activations stay in the cache.
-CHUNK_ROWS = 256
+CHUNK_ROWS = 2048
 Reduction = Literal["fast", "exact"]
 Loss = Callable[[PyTree, Any], tuple[Array, Array, PyTree]]
 
@@ -127,8 +127,8 @@ def gather_actors(tree: PyTree, *, axis_name: Any = None) -> PyTree:
 def adds_over_rows(loss: Any) -> Any:
     """Mark a loss that is a plain sum over the rows of its batch, so that they may be split.
 
-    On a CPU its gradient is then taken a few rows at a time, 1.3–2.7 × faster. What looks at all
-    rows at once, such as a normalisation, belongs before such a loss.
+    On a CPU the gradient of a large batch is then taken some rows at a time, about 2 × faster. What
+    looks at all rows at once, such as a normalisation, belongs before such a loss.
     """
     loss.adds_over_rows = True
     return loss
@@ -177,11 +177,11 @@ def gradient(
         return value, (weight, metrics)
 
     grad = jax.grad(total, has_aux=True)
-    count, *size = jax.tree.leaves(batches)[0].shape[:2]
-    rows = chunk_rows(size[0]) if split_rows else None
+    count = jax.tree.leaves(batches)[0].shape[0]
 
     def one(batch: Any) -> Any:
         """The gradient over leaves [N, ...], and what comes with it."""
+        rows = chunk_rows(jax.tree.leaves(batch)[0].shape[0]) if split_rows else None
         if rows is None:
             return grad(params, batch)
         chunks = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
@@ -194,10 +194,10 @@ def gradient(
         stacked = map_actors(one, batches, reduction=reduction)
         summed, (weight, metrics) = sum_actors(stacked, axis_name=axis_name, reduction=reduction)
     else:
-        if rows is not None:
+        if count == 1:
+            summed, aux = one(jax.tree.map(lambda x: x[0], batches))
+        elif split_rows:  # rows that only add up need not know their actor
             summed, aux = one(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches))
-        elif count == 1:
-            summed, aux = grad(params, jax.tree.map(lambda x: x[0], batches))
         else:
 
             def all_actors(params: PyTree) -> tuple[Array, Any]:

@@ -148,7 +148,9 @@ class RunningMoments(Node):
             std = jnp.where(self.count > 0, std, 1)
             lead = (1,) * (x.ndim - jnp.ndim(mean))
             y = x.astype(jnp.float32) - jnp.reshape(mean, lead + jnp.shape(mean))
-            y = y / std.reshape(lead + std.shape)
+            # Times the inverse: a compiler may or may not make that of a division by a broadcast
+            # row, and decides another way on one device than on several.
+            y = y * (1.0 / std).reshape(lead + std.shape)
             return (y if clip is None else jnp.clip(y, -clip, clip)).astype(dtype)
 
         return jax.tree.map(one, x, self.mean, self.variance)
@@ -277,6 +279,11 @@ class NormalizedPolicy:
 
     policy: Any
     clip: float | None = 10.0
+
+    @property
+    def has_separate_value(self) -> bool:
+        """As the inner policy's."""
+        return getattr(self.policy, "has_separate_value", False)
 
     def init(self, key: jax.Array, obs: PyTree) -> NormalizedParams:
         """Params of the inner policy, and moments of no rows; `obs` has a leading batch axis."""

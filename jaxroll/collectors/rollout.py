@@ -9,17 +9,25 @@ Keeping every final observation would double the memory, valuing every one would
 forward pass; so the scan writes only those of truncated steps into S rows for each environment,
 and V is asked once, after the scan. A step that finds no row left takes V(obs) and is counted.
 
+What no later step needs is left to after the scan, for many rows at once: log-probabilities, and
+the values of a feed-forward policy whose critic is a network of its own. What an environment takes
+from its key alone, such as the start of the next episode, is drawn before.
+
 Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at once.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxroll.distributions import Distribution
+from jaxroll.envs.base import draw as draw_ahead
+from jaxroll.minibatches import divisors
 from jaxroll.types import (
     ActorState,
     Array,
@@ -34,6 +42,12 @@ from jaxroll.types import (
 
 # Folded into an actor's key for the resets; no rollout has this number.
 RESET_FOLD = 2**31 - 1
+# Values after the scan: so many rows at a time at most, of so many numbers.
+_VALUE_ROWS, _VALUE_NUMBERS = 4096, 2**20
+# What environments draw ahead, such as the starts of episodes, takes so many bytes at most.
+_DRAWN_BYTES = 2**23
+# A final observation of up to so many bytes is chosen by `where`; a larger one is scattered.
+_SMALL_ROW = 256
 
 
 def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorState:
@@ -135,15 +149,16 @@ def collect(
     num_envs = actor.is_first.shape[0]
     env_key, policy_key = jax.random.split(jax.random.fold_in(actor.key, actor.num_rollouts))
     # Keys and noise of the whole rollout at once: many small draws cost more than one large.
-    env_keys = jax.random.split(env_key, (num_steps, num_envs))
+    env_draws = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
     draws, act = _actions(policy, params, actor, policy_key, num_steps, deterministic)
     act_extras = getattr(policy, "act_extras", None)
+    together = _steps_together(policy, actor, num_steps)
 
-    def step(state: _Running, inputs: tuple) -> tuple[_Running, Transition]:
-        env_keys, draw = inputs
+    def step(state: _Running, inputs: tuple) -> tuple[_Running, tuple[Transition, Any]]:
+        env_draw, draw = inputs
         carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
         action = act(output.distribution, draw)
-        env_state, timestep = jax.vmap(env.step)(env_keys, state.env, action)
+        env_state, timestep = jax.vmap(env.step)(env_draw, state.env, action)
         terminated = timestep.terminated.astype(bool)
         truncated = timestep.truncated.astype(bool)
         cut = truncated & ~terminated
@@ -153,10 +168,13 @@ def collect(
             reward=timestep.reward.astype(jnp.promote_types(timestep.reward.dtype, jnp.float32)),
             terminated=terminated,
             truncated=truncated,
-            log_prob=output.distribution.log_prob(action),
-            value=output.value,
+            value=None if together else output.value,
             extras=act_extras(params, output, action) if act_extras else output.extras,
         )
+        distribution = output.distribution
+        if not isinstance(distribution, Distribution):  # it may not know a time axis
+            transition = transition.replace(log_prob=distribution.log_prob(action))
+            distribution = None
         # Row S does not exist: what is not cut goes there and is dropped, as is the overflow.
         row = jnp.where(cut, state.num_cut, final_rows)
         state = _Running(
@@ -168,7 +186,7 @@ def collect(
             final_carry=_write(state.final_carry, row, carry),
             num_cut=state.num_cut + cut,
         )
-        return state, transition
+        return state, (transition, distribution)
 
     state = _Running(
         env=actor.env,
@@ -179,7 +197,14 @@ def collect(
         final_carry=_empty(actor.carry, final_rows),
         num_cut=jnp.zeros_like(actor.statistics.episode_length),
     )
-    state, transition, initial_carry = _scan(step, state, (env_keys, draws), length)
+    state, (transition, distribution), initial_carry = _scan(
+        step, state, (env_draws, draws), length
+    )
+    if distribution is not None:
+        transition = transition.replace(log_prob=distribution.log_prob(transition.action))
+    if together:
+        value = _values_together(policy, params, transition.obs, together)
+        transition = transition.replace(value=value)
 
     done = transition.terminated | transition.truncated
     is_first = jnp.concatenate([actor.is_first[None], done[:-1]])
@@ -221,13 +246,20 @@ def _checked_length(num_steps: int, sequence_length: int | None, final_rows: int
         raise ValueError(f"final_rows must be 0 or more, got {final_rows}.")
     length = num_steps if sequence_length is None else sequence_length
     if length < 1 or num_steps % length:
-        divisors = [n for n in range(1, num_steps + 1) if num_steps % n == 0]
-        near = min(divisors, key=lambda n: abs(n - length))
+        near = min(divisors(num_steps), key=lambda n: abs(n - length))
         raise ValueError(
             f"sequence_length must divide num_steps = {num_steps}, got {length}. "
             f"Use sequence_length={near}."
         )
     return length
+
+
+def _env_draws(env: Any, keys: jax.Array) -> PyTree:
+    """[T, B] what environments draw from their keys; the keys, if that would take much memory."""
+    one = jax.eval_shape(functools.partial(draw_ahead, env), keys[0, 0])
+    if keys.size * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one)) > _DRAWN_BYTES:
+        return keys
+    return jax.vmap(jax.vmap(functools.partial(draw_ahead, env)))(keys)
 
 
 def _actions(
@@ -248,9 +280,37 @@ def _actions(
     return keys, lambda distribution, key: distribution.sample(key)
 
 
+def _steps_together(policy: Any, actor: ActorState, num_steps: int) -> int:
+    """How many steps to value at once after the scan; 0: each within its own step.
+
+    Within the step where the value shares its torso with the distribution or has a carry, and
+    where one step has as many rows as a matrix product needs to be fast.
+    """
+    if jax.tree.leaves(actor.carry) or not getattr(policy, "has_separate_value", False):
+        return 0
+    num_envs = actor.is_first.shape[0]
+    numbers = sum(x.size for x in jax.tree.leaves(actor.obs)) // num_envs
+    rows = min(_VALUE_ROWS, _VALUE_NUMBERS // max(1, numbers))
+    fitting = [n for n in divisors(num_steps) if n * num_envs <= rows]
+    return fitting[-1] if len(fitting) > 1 else 0
+
+
+def _values_together(policy: Any, params: PyTree, obs: PyTree, together: int) -> PyTree:
+    """[T, B] values of observations [T, B, ...], `together` steps at a time."""
+    num_steps, num_envs = jax.tree.leaves(obs)[0].shape[:2]
+    chunks = jax.tree.map(lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), obs)
+    # A policy without a carry does not look at is_first.
+    is_first = jnp.zeros(together * num_envs, bool)
+    if together == num_steps:
+        values = policy.value(params, (), jax.tree.map(lambda x: x[0], chunks), is_first)
+    else:
+        values = lax.map(lambda rows: policy.value(params, (), rows, is_first), chunks)
+    return jax.tree.map(lambda v: v.reshape(num_steps, num_envs), values)
+
+
 def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:
     """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...]."""
-    if not jax.tree.leaves(state.carry) or length == inputs[0].shape[0]:
+    if not jax.tree.leaves(state.carry) or length == jax.tree.leaves(inputs)[0].shape[0]:
         after, transition = lax.scan(step, state, inputs)
         return after, transition, jax.tree.map(lambda x: x[None], state.carry)
 
@@ -274,6 +334,9 @@ def _write(buffers: PyTree, row: Array, values: PyTree) -> PyTree:
     def write(buffer: Array, x: Array) -> Array:
         if buffer.shape[0] == 0:
             return buffer
+        if x[0].size * x.dtype.itemsize <= _SMALL_ROW:
+            chosen = jnp.arange(buffer.shape[0])[:, None] == row[None]
+            return jnp.where(chosen.reshape(*chosen.shape, *[1] * (x.ndim - 1)), x[None], buffer)
         index = (row, jnp.arange(row.shape[0]))
         return buffer.at[index].set(x, mode="drop", unique_indices=True)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.spaces import Space
-from jaxroll.types import PyTree, TimeStep
+from jaxroll.types import Node, PyTree, TimeStep
 
 
 class Env(Protocol):
@@ -26,6 +26,10 @@ class Env(Protocol):
     second compilation. After an end, `TimeStep.obs` already is the first observation of the next
     episode, and `TimeStep.final_obs` the successor that it replaced. An environment that does not
     reset itself becomes one through `autoreset`.
+
+    It may have a third method, `draw(key)`: what a step needs that depends on its key only, such as
+    the start of the next episode. `step` takes the result in the key's place, so that a collector
+    draws for many steps at once; see `Draws`.
     """
 
     @property
@@ -45,6 +49,30 @@ class Env(Protocol):
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step and, if it ended the episode, reset: (state, time step)."""
         ...
+
+
+class Draws(Node):
+    """All that a step takes from its key alone; `step` accepts it instead of the key."""
+
+    step: PyTree  # the key, or the draws, of the step itself
+    reset_state: PyTree  # where the next episode would start
+    reset_obs: PyTree
+
+
+def draw(env: Any, key: jax.Array) -> PyTree:
+    """The environment's draws from a key; the key itself, if it has no `draw`.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = make_env("CartPole-v1")
+      >>> key, (state, _) = jax.random.key(1), env.reset(jax.random.key(0))
+      >>> _, one = env.step(key, state, 1)
+      >>> _, other = env.step(draw(env, key), state, 1)
+      >>> bool((one.obs == other.obs).all())
+      True
+    """
+    own = getattr(env, "draw", None)
+    return key if own is None else own(key)
 
 
 def autoreset(env: Any) -> Env:
@@ -100,23 +128,26 @@ class AutoReset:
         """Start an episode: (state, obs)."""
         return self.env.reset(key)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step, then reset if the episode ended."""
+    def draw(self, key: jax.Array) -> Draws:
+        """The step's own key, and the start of the next episode."""
         step_key, reset_key = jax.random.split(key)
-        state, step = _time_step(self.env.step(step_key, state, action))
-        return reset_where_done(state, step, *self.env.reset(reset_key))
+        return Draws(step_key, *self.env.reset(reset_key))
+
+    def step(self, key: Any, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        """Take one step, then reset if the episode ended; `key` may be what `draw` gave."""
+        draws = key if isinstance(key, Draws) else self.draw(key)
+        state, step = _time_step(self.env.step(draws.step, state, action))
+        return reset_where_done(state, step, draws)
 
 
-def reset_where_done(
-    state: PyTree, step: TimeStep, reset_state: PyTree, reset_obs: PyTree
-) -> tuple[PyTree, TimeStep]:
+def reset_where_done(state: PyTree, step: TimeStep, draws: Draws) -> tuple[PyTree, TimeStep]:
     """Go on with the reset state and observation if the episode has ended.
 
     The reset is computed in any case: under `vmap` some environment ends almost always.
     """
     done = jnp.logical_or(step.terminated, step.truncated)
-    state = select(done, reset_state, state, "state")
-    return state, step.replace(obs=select(done, reset_obs, step.obs, "observation"))
+    state = select(done, draws.reset_state, state, "state")
+    return state, step.replace(obs=select(done, draws.reset_obs, step.obs, "observation"))
 
 
 def select(done: jax.Array, new: PyTree, old: PyTree, name: str) -> PyTree:

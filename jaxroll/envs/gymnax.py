@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
-from jaxroll.envs.base import reset_where_done, time_step
+from jaxroll.envs.base import Draws, reset_where_done, time_step
 from jaxroll.envs.make import Source
 from jaxroll.envs.values import (
     Options,
@@ -98,13 +98,22 @@ class GymnaxEnv:
             obs, state = getattr(env, "reset_env", env.reset)(key, params)
         return state, obs
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+    def draw(self, key: jax.Array) -> PyTree:
+        """The step's own key and the start of the next episode, from the keys that gymnax takes."""
+        if _has_own_step(_build(self)[0]):
+            return key
+        step_key, reset_key = jax.random.split(key)
+        return Draws(step_key, *self.reset(reset_key))
+
+    def step(self, key: Any, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step and reset at an end, as gymnax's own `step` does, with the same keys."""
         env, params = _build(self)
+        draws = key if isinstance(key, Draws) else self.draw(key)
         with jax.numpy_rank_promotion("allow"):
-            if _has_own_step(env):
-                return _own_step(env.step(key, state, action, params))
-            return _step_and_reset(env, params, key, state, action)
+            if not isinstance(draws, Draws):
+                return _own_step(env.step(draws, state, action, params))
+            state, step = _one_step(env, params, draws.step, state, action)
+        return reset_where_done(state, step, draws)
 
 
 def from_gymnax(env: Any, params: Any = None) -> GymnaxEnv:
@@ -267,20 +276,17 @@ def _has_own_step(env: Any) -> bool:
     return not (hasattr(env, "step_env") and hasattr(env, "reset_env"))
 
 
-def _step_and_reset(
+def _one_step(
     env: Any, params: Any, key: jax.Array, state: PyTree, action: PyTree
 ) -> tuple[PyTree, TimeStep]:
-    """gymnax's own `step` without its jit, for both styles."""
-    step_key, reset_key = jax.random.split(key)
-    obs, state, reward, done, info = env.step_env(step_key, state, action, params)
+    """A step without a reset, for both styles."""
+    obs, state, reward, done, info = env.step_env(key, state, action, params)
     if hasattr(env, "is_truncated"):
         terminated, truncated = done, env.is_truncated(state, params)
     else:
         truncated = jnp.asarray(done, bool) & _time_is_up(state, params)
         terminated = jnp.asarray(done, bool) & ~truncated
-    step = time_step(obs, reward, terminated, truncated, info)
-    reset_obs, reset_state = env.reset_env(reset_key, params)
-    return reset_where_done(state, step, reset_state, reset_obs)
+    return state, time_step(obs, reward, terminated, truncated, info)
 
 
 def _own_step(out: tuple) -> tuple[PyTree, TimeStep]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
-from jaxroll.envs.base import HostEnvSpec, select
+from jaxroll.envs.base import Draws, HostEnvSpec, draw, select
 from jaxroll.types import Node, PyTree, TimeStep
 
 MASK = "action_mask"
@@ -68,6 +68,14 @@ class Wrapper:
         return self.env.step(key, state, action)
 
 
+class _SameKey(Wrapper):
+    """A wrapper whose step hands its key on as it is."""
+
+    def draw(self, key: jax.Array) -> PyTree:
+        """The environment's own."""
+        return draw(self.env, key)
+
+
 class WrapperState(Node):
     """The environment's state and what a wrapper adds to it."""
 
@@ -100,25 +108,29 @@ class TimeLimit(Wrapper):
         state, obs = self.env.reset(key)
         return WrapperState(state, jnp.int32(0)), obs
 
-    def step(self, key: jax.Array, state: WrapperState, action: PyTree):
-        """Take one step; at the limit, reset."""
+    def draw(self, key: jax.Array) -> Draws:
+        """The environment's own, and the start of an episode for when the time is up."""
         step_key, reset_key = jax.random.split(key)
-        env_state, step = self.env.step(step_key, state.env, action)
+        return Draws(draw(self.env, step_key), *self.env.reset(reset_key))
+
+    def step(self, key: Any, state: WrapperState, action: PyTree):
+        """Take one step; at the limit, reset."""
+        draws = key if isinstance(key, Draws) else self.draw(key)
+        env_state, step = self.env.step(draws.step, state.env, action)
         elapsed = state.memory + 1
         over = elapsed >= self.max_steps
         inner_done = step.terminated | step.truncated
-        reset_state, reset_obs = self.env.reset(reset_key)
         # Where the environment has reset itself already, its own new episode goes on.
         cut = over & ~inner_done
-        env_state = select(cut, reset_state, env_state, "state")
-        obs = select(cut, reset_obs, step.obs, "observation")
+        env_state = select(cut, draws.reset_state, env_state, "state")
+        obs = select(cut, draws.reset_obs, step.obs, "observation")
         elapsed = jnp.where(over | inner_done, 0, elapsed)
         step = step.replace(obs=obs, truncated=step.truncated | over)
         return WrapperState(env_state, elapsed), step
 
 
 @dataclasses.dataclass(frozen=True)
-class FlattenObservation(Wrapper):
+class FlattenObservation(_SameKey):
     """Observations as one float32 vector: a dict's parts in the order of its keys.
 
     Discrete observations become one-hot. A dict's "action_mask" is no observation: it stays, beside
@@ -173,7 +185,7 @@ def _flatten(space: spaces.Space, obs: PyTree) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class FrameStack(Wrapper):
+class FrameStack(_SameKey):
     """The last `num_frames` observations, along the last axis, the newest last.
 
     An episode starts with its first observation in every place. Images [H, W, C] become
@@ -218,7 +230,7 @@ class FrameStack(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipAction(Wrapper):
+class ClipAction(_SameKey):
     """Any action is accepted; the environment receives the nearest within its bounds.
 
     The policy's own action is what is stored, so that its log-probability stays right.
@@ -237,7 +249,7 @@ class ClipAction(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class RescaleAction(Wrapper):
+class RescaleAction(_SameKey):
     """Actions between `low` and `high` (−1 and 1), stretched to the environment's bounds.
 
     Example:
@@ -276,7 +288,7 @@ def _bounded(wrapper: Wrapper) -> spaces.Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleReward(Wrapper):
+class ScaleReward(_SameKey):
     """Rewards times `scale`."""
 
     scale: float
@@ -288,7 +300,7 @@ class ScaleReward(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipReward(Wrapper):
+class ClipReward(_SameKey):
     """Rewards between `low` and `high`."""
 
     low: float = -1.0

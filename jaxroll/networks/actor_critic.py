@@ -169,6 +169,11 @@ class ActorCriticPolicy(Policy):
         """The flax module, for those who want it bare."""
         return ActorCritic(self.architecture, self.shared_torso)
 
+    @property
+    def has_separate_value(self) -> bool:
+        """Where the torsos are two."""
+        return not self.shared_torso
+
     def init(self, key: jax.Array, obs: PyTree) -> PyTree:
         """{"torso" or "actor" and "critic", "policy_head", "value_head"}."""
         batch = jax.tree.leaves(obs)[0].shape[0]

@@ -45,6 +45,14 @@ class Policy:
       (8,)
     """
 
+    @property
+    def has_separate_value(self) -> bool:
+        """Whether `value` is a computation of its own, which shares nothing with the distribution.
+
+        A collector may then ask for the values of many steps at once, if there is no carry.
+        """
+        return False
+
     @staticmethod
     def from_functions(
         init: Callable[[jax.Array, PyTree], PyTree],

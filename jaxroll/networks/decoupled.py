@@ -98,6 +98,11 @@ class DecoupledPolicy(Policy):
 
     architecture: Architecture
 
+    @property
+    def has_separate_value(self) -> bool:
+        """Always: the critic is a network of its own."""
+        return True
+
     def init(self, key: jax.Array, obs: PyTree) -> PyTree:
         """{"actor": …, "critic": …}."""
         batch = jax.tree.leaves(obs)[0].shape[0]

