@@ -89,7 +89,8 @@ def train(
       agent: a DistributedAgent.
       num_train_steps: of the whole run; what was done before a resume counts.
       seed: everything random follows from it.
-      state: a TrainState to start from; it is copied, not destroyed.
+      state: a TrainState to start from; it is copied, not destroyed. Host environments cannot be
+        set back to it: they start new episodes, seeded from the actors' keys.
       mesh: from `jaxroll.parallel.make_mesh`; None: one device.
       reduction: "fast", or "exact": bitwise the same on any mesh.
       num_learners: must be the mesh's size, for every device learns; better left out.
@@ -325,7 +326,7 @@ def _begin(
 ) -> tuple[Any, int, float]:
     """(carry, iteration, seconds before): new, from a given state, or restored."""
     if state is not None:
-        state = program.place(jax.tree.map(jnp.copy, state))
+        state = program.resume(program.place(jax.tree.map(jnp.copy, state)))
         return program.start(state), _iteration(state), 0.0
     fresh = program.init(run.seed)
     if params is not None:

@@ -280,3 +280,21 @@ def test_host_environments_train_and_resume(tmp_path):
     assert len(agent.eval(onward, 3)["episode_returns"]) == 3
     with pytest.raises(TypeError, match="runs on the host"):
         agent.init(jax.random.key(0))
+
+
+def test_host_environments_go_on_from_a_given_or_loaded_state(tmp_path):
+    pytest.importorskip("gymnasium")
+    agent = small("ppo", make_env("gymnasium:CartPole-v1"), normalize_rewards=True)
+    half, _ = agent.train(64, seed=1, **QUIET)
+    before = jax.tree.map(jnp.copy, half)
+    agent.save(half, tmp_path / "half")
+    given, history = agent.train(128, state=half, **QUIET)
+    loaded, _ = agent.train(128, state=agent.load(tmp_path / "half"), **QUIET)
+    assert leaves_equal(before, half)
+    assert history.steps.tolist() == [128]
+    assert given.shared.iteration == 4
+    assert given.actors.state.num_rollouts == 4
+    assert leaves_equal(given, loaded)
+    assert not jnp.array_equal(
+        *(jax.tree.leaves(state.shared.params)[0] for state in (half, given))
+    )
