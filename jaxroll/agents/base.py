@@ -73,8 +73,12 @@ class TrainState(Node):
 class DistributedAgent(Node):
     """The base of every agent.
 
-    An algorithm gives `initial_optimizer_state`, `run` (what one actor does) and `update` (what the
-    learner does); `OnPolicyAgent` gives both and asks for a loss only.
+    An algorithm gives `init_optimizer`, `run` (what one actor does) and `update` (what the learner
+    does); `OnPolicyAgent` gives both and asks for a loss only.
+
+    `policy` is the `Policy` that all of these share: functions of params, which it does not hold. A
+    trained policy, with a state's params in it, is what `act(state)` gives, as a plain function;
+    `export` writes the same to a file.
     """
 
     name: ClassVar[str] = "agent"
@@ -467,11 +471,22 @@ class DistributedAgent(Node):
         return export_policy(self, state, path, **options)
 
     def act(self, state: TrainState, *, deterministic: bool = True) -> Callable[..., Any]:
-        """The trained policy as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
+        """The trained policy taken out as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
+
+        Args:
+          state: a TrainState; its params, and the moments that normalise, become part of it.
+          deterministic: the distribution's mode; False: a sample, drawn from `key`.
 
         Returns:
           a function of observations [B, ...] that gives actions [B, ...]; for a recurrent policy
           (actions, carry).
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxroll
+          >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
+          >>> act = ppo.act(jax.jit(ppo.init)(jax.random.key(0)))
+          >>> act(jnp.zeros((2, 4))).shape
+          (2,)
         """
         params = self.acting_params(state.shared)
         policy, recurrent = self.policy, self.is_recurrent
