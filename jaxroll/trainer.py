@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxroll import loop, parallel
 from jaxroll.collectors.host import HostCollector
@@ -170,9 +169,10 @@ class DistributedTrainer:
           deterministic: act with the distribution's mode.
 
         Returns:
-          `episode_return`, its deviation `episode_return_std`, `episode_length` and each episode's
-          `episode_returns` and `episode_lengths`; of several seeds the mean over all episodes,
-          with `seed_returns` for each and [N, episodes] arrays.
+          `episode_return`, its deviation `episode_return_std` and `episode_length` over the
+          episodes that ended, `num_unfinished` of those that did not, and each episode's
+          `episode_returns` (NaN if it did not end) and `episode_lengths`; of several seeds the mean
+          over all episodes, with `seed_returns` for each and [N, episodes] arrays.
         """
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
         if count < 1:
@@ -186,13 +186,9 @@ class DistributedTrainer:
             env=self.test_env,
         )
         if isinstance(self.agent, Sweep):
-            returns = result["episode_returns"]
-            result |= {
-                "seed_returns": result["episode_return"],
-                "episode_return": float(returns.mean()),
-                "episode_return_std": float(returns.std()),
-                "episode_length": float(np.mean(result["episode_length"])),
-            }
+            names = ("episode_returns", "episode_lengths", "is_complete")
+            means = loop.episode_means(*(result[name].reshape(-1) for name in names))
+            result |= {"seed_returns": result["episode_return"], **means}
         return result
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:

@@ -441,9 +441,12 @@ class DistributedAgent(Node):
     ) -> dict[str, Any]:
         """Play whole episodes: mean `episode_return`, `episode_length`, and each episode's.
 
+        An episode that does not end (within 100,000 steps for each that its environment plays) is
+        counted in `num_unfinished` and warned of; the means are without it.
+
         Args:
           state: a TrainState.
-          num_episodes: exactly this many are played and counted.
+          num_episodes: exactly this many are played.
           seed: of the episodes.
           deterministic: act with the distribution's mode.
           env: another environment with the same spaces; None: the agent's own.

@@ -423,10 +423,8 @@ def _evaluation(
     members = getattr(agent, "seeds", None)
     keys = key(seed) if members is None else jax.vmap(key)(members)
     result = evaluate_with_key(agent, state, keys, num_episodes, True, env)
-    return {
-        "eval_episode_return": result["episode_return"],
-        "eval_episode_length": result["episode_length"],
-    }
+    names = ("episode_return", "episode_length", "num_unfinished")
+    return {f"eval_{name}": result[name] for name in names}
 
 
 def evaluate(
@@ -449,9 +447,10 @@ def evaluate(
 def evaluate_with_key(
     agent: Any, state: Any, key: jax.Array, num_episodes: int, deterministic: bool, env: Any
 ) -> dict[str, Any]:
-    """Mean and each of the returns and lengths of `num_episodes` whole episodes.
+    """Means and each of the returns and lengths of `num_episodes` whole episodes.
 
-    With a key for each member of a sweep, [N], so are the results.
+    With a key for each member of a sweep, [N], so are the results. The return of an episode that
+    did not end is NaN, and the means are without it.
     """
     env = agent.env if env is None else env
     params = parallel.local(agent.acting_params(state.shared))
@@ -464,15 +463,39 @@ def evaluate_with_key(
         result = play(
             env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
         )
-    returns = np.asarray(result.episode_return)
+    is_complete = np.asarray(result.is_complete)
+    returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
     lengths = np.asarray(result.episode_length)
+    if not is_complete.all():
+        warnings.warn(
+            f"{is_complete.size - is_complete.sum()} of {is_complete.size} episodes did not end, "
+            "or never began behind one that did not; the means are without them. Give the "
+            "environment a time limit.",
+            stacklevel=3,
+        )
     return {
-        "episode_return": returns.mean(-1).tolist(),
-        "episode_return_std": returns.std(-1).tolist(),
-        "episode_length": lengths.mean(-1).tolist(),
+        **episode_means(returns, lengths, is_complete),
         "episode_returns": returns,
         "episode_lengths": lengths,
+        "is_complete": is_complete,
         "num_episodes": int(num_episodes),
+    }
+
+
+def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any]:
+    """Over the complete episodes of the last axis; NaN where there is none."""
+    count = is_complete.sum(-1, keepdims=True)
+
+    def mean(x: Any) -> Any:
+        total = np.sum(x, -1, keepdims=True, where=is_complete)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    center = mean(returns)
+    return {
+        "episode_return": center[..., 0].tolist(),
+        "episode_return_std": np.sqrt(mean(np.square(returns - center)))[..., 0].tolist(),
+        "episode_length": mean(lengths)[..., 0].tolist(),
+        "num_unfinished": (~is_complete).sum(-1).tolist(),
     }
 
 
