@@ -95,7 +95,7 @@ class Config:
     )
     nonfinite: str = setting("stop", "at a gradient that is not finite", choices=("stop", "skip"))
     init_model_path: str | None = setting(
-        None, "a checkpoint or run whose params the run starts from", kind=str
+        None, "a checkpoint or run whose policy the run starts from", kind=str
     )
     loggers: tuple[str, ...] = setting(
         (), "beside metrics.jsonl, which is always written: csv, tensorboard"

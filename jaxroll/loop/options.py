@@ -58,6 +58,11 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
         raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
     if options["resume"] and state is not None:
         raise ValueError("give either resume=True or state, not both.")
+    if state is not None and options["init_model_path"] is not None:
+        raise ValueError(
+            "give either state, which holds a policy, or init_model_path, not both. To put another "
+            "policy into a state: state.replace(shared=state.shared.replace(params=…))."
+        )
     if state is not None and not (hasattr(state, "shared") and hasattr(state, "actors")):
         raise TypeError(
             f"state must be a TrainState, as agent.init, train and load give it; got a "

@@ -99,7 +99,8 @@ def train(
       checkpoint_interval: environment steps between checkpoints; None: only at the end.
       keep_checkpoints: how many of the latest stay.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
-      init_model_path: take only the params from this checkpoint.
+      init_model_path: take only the policy from this checkpoint: its params, and the moments
+        that normalise its observations.
       callbacks: called with an `Event` after each row; a true result stops the run.
       loggers: names ("csv", "tensorboard") or functions of a row.
       log_interval: environment steps between rows (rounded up to whole iterations).
@@ -139,7 +140,7 @@ def train(
         mode=progress,  # pyright: ignore[reportArgumentType]
         enabled=is_primary,
     )
-    params = None if init_model_path is None else _params_of(agent, init_model_path)
+    policy = {} if init_model_path is None else _policy_of(agent, init_model_path)
     history = History()
     members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
@@ -166,7 +167,7 @@ def train(
         stack.enter_context(parallel.peer_guard(own_process=own_process))
         shown.status("compiling")
         began = time.monotonic()
-        carry, iteration, elapsed = _begin(run, program, checkpointer, state, resume, params)
+        carry, iteration, elapsed = _begin(run, program, checkpointer, state, resume, policy)
         logger = None
         if is_primary:
             # A row that a longer run would not have is written again when it is whole.
@@ -322,16 +323,15 @@ def _begin(
     checkpointer: Checkpointer | None,
     state: Any,
     resume: bool,
-    params: Any,
+    policy: dict[str, Any],
 ) -> tuple[Any, int, float]:
     """(carry, iteration, seconds before): new, from a given state, or restored."""
     if state is not None:
         state = program.resume(program.place(jax.tree.map(jnp.copy, state)))
         return program.start(state), _iteration(state), 0.0
     fresh = program.init(run.seed)
-    if params is not None:
-        shared = fresh.shared.replace(params=params)
-        fresh = program.place(fresh.replace(shared=shared))
+    if policy:
+        fresh = program.place(fresh.replace(shared=fresh.shared.replace(**policy)))
     carry = program.start(fresh)
     if not resume or checkpointer is None or not has_steps(checkpointer):
         return carry, _iteration(fresh), 0.0
@@ -341,16 +341,29 @@ def _begin(
     return carry, iteration, float(metadata["config"].get("elapsed", 0.0))
 
 
-def _params_of(agent: Any, path: str | Path) -> Any:
-    """The params in a run or a saved state; read before anything is compiled or written."""
+def _policy_of(agent: Any, path: str | Path) -> dict[str, Any]:
+    """`params` and `moments` in a run or a saved state; read before anything is compiled."""
     if not Path(path).exists():
         raise FileNotFoundError(
             f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
     init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
-    like = jax.eval_shape(init, key).params
-    return load_pytree(_checkpoints_in(path), like, subtree="state/shared/params")[0]
+    like = jax.eval_shape(init, key)
+    source = _checkpoints_in(path)
+    params, saved = load_pytree(source, like.params, subtree="state/shared/params")
+    normalizes = like.moments is not None
+    was = saved.get("hyperparameters", {}).get("normalize_observations", normalizes)
+    if was != normalizes:
+        raise ValueError(
+            f"the policy of init_model_path = {path} was trained with normalize_observations="
+            f"{was}, so it would see other observations with {normalizes}. Create the agent with "
+            f"normalize_observations={was}."
+        )
+    if not normalizes:
+        return {"params": params}
+    moments, _ = load_pytree(source, like.moments, subtree="state/shared/moments")
+    return {"params": params, "moments": moments}
 
 
 def _iteration(state: Any) -> int:

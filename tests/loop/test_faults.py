@@ -477,6 +477,7 @@ def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatc
         ({"config": {"a": 1j}}, "config must hold numbers"),
         ({"eval_env": CLOCK}, "eval_env must have the agent's observation_space"),
         ({"state": {"params": 1}}, "state must be a TrainState"),
+        ({"state": 1, "init_model_path": "a"}, "either state, .* or init_model_path, not both"),
         ({"mesh": 8}, r"mesh must be a mesh, got 8. Use .*make_mesh"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from jaxroll import PPO, loop, make_env
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History
-from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, small
+from tests.agents.agent_toys import DRIFT, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
 QUIET = {"progress": "silent"}
@@ -244,6 +244,30 @@ def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
     assert "8" in str(error.value)
     with pytest.raises(FileNotFoundError):
         ppo.train(32, init_model_path=tmp_path / "nowhere", **QUIET)
+
+
+def test_a_policy_taken_from_a_run_keeps_the_moments_that_it_saw_through(tmp_path, monkeypatch):
+    agent = small("ppo", DRIFT, normalize_observations=True)
+    saved, _ = agent.train(64, seed=1, **QUIET)
+    agent.save(saved, tmp_path / "saved")
+    begun = []
+
+    def program(*args):
+        made = loop.programs.make_program(*args)
+        start = made.start
+        made.start = lambda state: begun.append(jax.tree.map(jnp.copy, state)) or start(state)
+        return made
+
+    monkeypatch.setattr(loop.training, "make_program", program)
+    agent.train(32, init_model_path=tmp_path / "saved", seed=8, **QUIET)
+    state, rollouts = run_actors(agent, begun[0])
+    assert state.shared.iteration == 0
+    step = jax.tree.map(lambda x: x[0].reshape(-1, *x.shape[3:]), rollouts.transition)
+    params = agent.acting_params(saved.shared)
+    _, output = agent.policy.apply(params, (), step.obs, step.is_first)
+    np.testing.assert_allclose(output.distribution.log_prob(step.action), step.log_prob, rtol=1e-5)
+    with pytest.raises(ValueError, match="Create the agent with normalize_observations=True"):
+        small("ppo", DRIFT).train(32, init_model_path=tmp_path / "saved", **QUIET)
 
 
 def test_whole_episodes_are_evaluated_and_repeatable(ppo):
