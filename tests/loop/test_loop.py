@@ -1,5 +1,6 @@
 """The shell: rows, resume, stops, faults; on agents that are as small as they can be."""
 
+import dataclasses
 import os
 import signal
 
@@ -175,6 +176,26 @@ def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp
     assert history["skipped_updates"].tolist()[0] == 0
     assert history["skipped_updates"].max() > 0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.shared.params))
+
+
+@dataclasses.dataclass(frozen=True)
+class Glitch(Poison):
+    """Observations are NaN too, where rewards are."""
+
+    def step(self, key, time, action):
+        time, obs, reward, terminated, truncated = super().step(key, time, action)
+        return time, jnp.where(jnp.isnan(reward), reward, obs), reward, terminated, truncated
+
+
+def test_normalisers_forget_what_is_not_finite_so_that_a_skipping_run_goes_on():
+    normalized = {"normalize_observations": True, "normalize_rewards": True}
+    agent = small("ppo", autoreset(Glitch(after=10)), **normalized)
+    state, history = agent.train(256, nonfinite="skip", log_interval=32, **QUIET)
+    skipped = history["skipped_updates"].tolist()
+    assert skipped[1] > 0
+    assert skipped[5] == 0, "steps 0 to 7 of the second episode"
+    kept = (state.shared.moments, state.shared.reward_scaler, state.actors.reward_sums)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
 
 
 BAD = {
