@@ -13,7 +13,7 @@ from jaxroll import loop, parallel
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.envs import make_env
-from jaxroll.loop.options import check_budget
+from jaxroll.loop.options import check_budget, check_eval_env
 from jaxroll.loop.programs import make_program
 from jaxroll.minibatches import divisors
 from jaxroll.reporting import History
@@ -29,7 +29,7 @@ class DistributedTrainer:
     Args:
       config: a `Config`, a mapping, or the path of a TOML file or of a run's directory.
       train_env: train on this environment, or the one of this name, instead of the config's.
-      test_env: test on this one instead; it must have the same spaces.
+      test_env: test on this one instead; it must have the same spaces, on the device or the host.
 
     Attributes:
       config: the run, with every hyperparameter named.
@@ -59,8 +59,8 @@ class DistributedTrainer:
             name = getattr(train_env, "name", type(train_env).__name__)
             config = config.replace(env=str(name), env_options={})
         self.test_env = make_env(test_env) if isinstance(test_env, str) else test_env
-        self._check_spaces()
         self.agent: Any = config.make_agent(self.train_env)
+        check_eval_env(self.agent, self.test_env, "test_env")
         self.config = config.complete()
         if config.num_seeds > 1:
             seeds = range(config.seed, config.seed + config.num_seeds)
@@ -222,16 +222,6 @@ class DistributedTrainer:
         if jax.process_count() > 1:
             return parallel.make_mesh()
         return None if self.config.devices is None else parallel.make_mesh(self.config.devices)
-
-    def _check_spaces(self) -> None:
-        if self.test_env is None:
-            return
-        for name in ("observation_space", "action_space"):
-            wanted, got = getattr(self.train_env, name), getattr(self.test_env, name)
-            if wanted != got:
-                raise ValueError(
-                    f"train_env and test_env must have the same {name}, got {wanted} and {got}."
-                )
 
     def _check_devices(self) -> None:
         count, num_actors = self.config.devices, self.agent.num_actors

@@ -111,7 +111,7 @@ def test_environments_of_ones_own_are_taken():
     trainer = DistributedTrainer(CONFIG, train_env=env, test_env="CartPole-v1")
     assert trainer.agent.env == env
     assert trainer.test(4)["episode_length"] > 5
-    with pytest.raises(ValueError, match="the same observation_space"):
+    with pytest.raises(ValueError, match="test_env must have the agent's observation_space"):
         DistributedTrainer(CONFIG, test_env="Acrobot-v1")
 
 

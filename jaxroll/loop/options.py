@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError, manifest
+from jaxroll.envs.base import HostEnvSpec
 from jaxroll.reporting import make_loggers
+from jaxroll.spaces import shows_alike
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
 
@@ -70,7 +72,7 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
         )
     if config is not None:  # not hours later, by the first save
         manifest.to_json("config", config)
-    _check_eval_env(agent, options["eval_env"])
+    check_eval_env(agent, options["eval_env"], "eval_env")
 
 
 def check_budget(agent: Any, num_train_steps: int) -> None:
@@ -81,6 +83,32 @@ def check_budget(agent: Any, num_train_steps: int) -> None:
             f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
             "use a smaller num_storages."
         )
+
+
+def check_eval_env(agent: Any, env: Any, argument: str) -> None:
+    """Raise if the agent's policy cannot act in an environment, of whichever kind it is.
+
+    Args:
+      agent: whose spaces it must have.
+      env: an `Env`, a `HostEnvSpec` or open host environments; None: the agent's own.
+      argument: how to call it in an error.
+    """
+    if env is None:
+        return
+    needed = ["observation_space", "action_space"]
+    needed += ["make"] if isinstance(env, HostEnvSpec) else ["reset", "step"]
+    if isinstance(env, type) or not all(hasattr(env, name) for name in needed):
+        raise TypeError(
+            f"{argument} must be an environment, got {env!r}. Use {argument}=jaxroll.make_env(…)."
+        )
+    wanted, got = agent.env.observation_space, env.observation_space
+    if not shows_alike(wanted, got):
+        raise ValueError(
+            f"{argument} must have the agent's observation_space, {wanted}; got {got}."
+        )
+    wanted, got = agent.env.action_space, env.action_space
+    if wanted != got:
+        raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
@@ -154,16 +182,3 @@ def _check_number(name: str, value: Any, *, at_least_one: bool = False) -> None:
     if at_least_one and value < 1:
         unit = " environment step" if name.endswith("interval") else ""
         raise ValueError(f"{name} must be at least 1{unit}, got {value}.")
-
-
-def _check_eval_env(agent: Any, env: Any) -> None:
-    if env is None:
-        return
-    for name in ("observation_space", "action_space"):
-        if not hasattr(env, name):
-            raise TypeError(
-                f"eval_env must be an environment, got {env!r}. Use eval_env=jaxroll.make_env(…)."
-            )
-        wanted, got = getattr(agent.env, name), getattr(env, name)
-        if wanted != got:
-            raise ValueError(f"eval_env must have the agent's {name}, {wanted}; got {got}.")

@@ -25,10 +25,12 @@ from jaxroll.checkpoints import (
     load_pytree,
     save_pytree,
 )
+from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.learners import check_reduction
 from jaxroll.loop.options import (
     as_callbacks,
     as_loggers,
+    check_eval_env,
     check_options,
     check_resumable,
     has_steps,
@@ -104,9 +106,11 @@ def train(
       callbacks: called with an `Event` after each row; a true result stops the run.
       loggers: names ("csv", "tensorboard") or functions of a row.
       log_interval: environment steps between rows (rounded up to whole iterations).
-      eval_interval: environment steps between evaluations; None: none.
+      eval_interval: environment steps between evaluations (rounded up alike); None: none. Each
+        comes with a row, also where `log_interval` has none; a row tells of what came after the
+        one before it.
       num_eval_episodes: whole episodes for each evaluation.
-      eval_env: evaluate on this environment instead of the agent's.
+      eval_env: evaluate on this environment instead of the agent's; on the device or on the host.
       target_return: stop when an evaluation (without evaluations: a row) reaches this return.
       time_budget: stop after so many seconds.
       nonfinite: at a gradient that is not finite, "stop" with `NonFiniteError` or "skip" it; it is
@@ -269,9 +273,7 @@ class _Run:
         self.agent, self.seed, self.mesh, self.reduction = agent, seed, mesh, reduction
         self.log_every = self._iterations("log_interval", log_interval)
         self.save_every = self._iterations("checkpoint_interval", checkpoint_interval)
-        every = self._iterations("eval_interval", eval_interval)
-        # An evaluation belongs to a row.
-        self.eval_every = every and -(-every // self.log_every) * self.log_every
+        self.eval_every = self._iterations("eval_interval", eval_interval)
 
     def _iterations(self, name: str, steps: int | None) -> Any:
         if steps is None:
@@ -290,7 +292,7 @@ class _Run:
         return max(0, math.ceil(left / self.agent.steps_per_iteration))
 
     def is_log(self, iteration: int) -> bool:
-        return iteration % self.log_every == 0
+        return iteration % self.log_every == 0 or self.is_eval(iteration)
 
     def is_eval(self, iteration: int) -> bool:
         return bool(self.eval_every) and iteration % self.eval_every == 0
@@ -300,8 +302,8 @@ class _Run:
 
     def until_next(self, iteration: int) -> int:
         """Iterations until something has to happen."""
-        every = [self.log_every] + ([self.save_every] if self.save_every else [])
-        return min(n - iteration % n for n in every)
+        every = (self.log_every, self.eval_every, self.save_every)
+        return min(n - iteration % n for n in every if n)
 
 
 def _unless_full(action: Callable[..., Any], *args: Any) -> None:
@@ -450,6 +452,7 @@ def evaluate(
     env: Any = None,
 ) -> dict[str, Any]:
     """Play whole episodes; see `DistributedAgent.eval`."""
+    check_eval_env(agent, env, "env")
     key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
     members = getattr(agent, "members", None)
     if members is not None:
@@ -467,15 +470,12 @@ def evaluate_with_key(
     """
     env = agent.env if env is None else env
     params = parallel.local(agent.acting_params(state.shared))
-    if agent.is_host:
-        result = collectors.evaluate_host(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
+    options = {"num_episodes": num_episodes, "deterministic": deterministic}
+    if isinstance(env, HostEnv | HostEnvSpec):
+        result = _evaluate_on_host(env, agent.policy, params, key, **options)
     else:
         play = _evaluate_members if key.ndim else _evaluate
-        result = play(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
+        result = play(env, agent.policy, params, key, **options)
     is_complete = np.asarray(result.is_complete)
     returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
     lengths = np.asarray(result.episode_length)
@@ -522,6 +522,15 @@ _evaluate = functools.partial(
 )
 def _evaluate_members(env: Any, policy: Any, params: Any, keys: Any, **options: Any) -> Any:
     return jax.vmap(lambda p, k: collectors.evaluate(env, policy, p, k, **options))(params, keys)
+
+
+def _evaluate_on_host(env: Any, policy: Any, params: Any, key: Any, **options: Any) -> Any:
+    """As `_evaluate`, or as `_evaluate_members` one member after the other."""
+    if not key.ndim:
+        return collectors.evaluate_host(env, policy, params, key, **options)
+    members = [jax.tree.map(lambda x, i=i: x[i], (params, key)) for i in range(len(key))]
+    results = [collectors.evaluate_host(env, policy, *member, **options) for member in members]
+    return jax.tree.map(lambda *x: np.stack(x), *results)
 
 
 def describe(agent: Any) -> dict[str, Any]:
