@@ -11,7 +11,7 @@ import jax
 
 from jaxroll import loop, parallel
 from jaxroll.collectors.host import HostCollector
-from jaxroll.config import Config
+from jaxroll.config import GIVEN, Config
 from jaxroll.envs import make_env
 from jaxroll.loop.options import check_budget, check_eval_env
 from jaxroll.loop.programs import make_program
@@ -28,7 +28,8 @@ class DistributedTrainer:
 
     Args:
       config: a `Config`, a mapping, or the path of a TOML file or of a run's directory.
-      train_env: train on this environment, or the one of this name, instead of the config's.
+      train_env: train on this environment, or the one of this name, instead of the config's. The
+        run's config says how to make it; if only an object does, it must be given again later.
       test_env: test on this one instead; it must have the same spaces, on the device or the host.
 
     Attributes:
@@ -55,11 +56,10 @@ class DistributedTrainer:
         if isinstance(train_env, str):
             config, train_env = config.replace(env=train_env), None
         self.train_env = config.make_env() if train_env is None else train_env
-        if train_env is not None:
-            name = getattr(train_env, "name", type(train_env).__name__)
-            config = config.replace(env=str(name), env_options={})
         self.test_env = make_env(test_env) if isinstance(test_env, str) else test_env
         self.agent: Any = config.make_agent(self.train_env)
+        if train_env is not None:
+            config = config.replace(**_settings_of(train_env, self.agent.env_name))
         check_eval_env(self.agent, self.test_env, "test_env")
         self.config = config.complete()
         if config.num_seeds > 1:
@@ -231,6 +231,19 @@ class DistributedTrainer:
                 f"num_actors = {count} or a multiple of it (on the command line --num-actors "
                 f"{count}), or as many devices as one of {divisors(num_actors)}."
             )
+
+
+def _settings_of(env: Any, name: str) -> dict[str, Any]:
+    """`env` and `env_options` of a config that makes this environment, or a mark that none does."""
+    settings = getattr(env, "arguments", None)
+    if settings is not None:
+        try:
+            config = Config(env=settings[0], env_options=settings[1])
+            if Config.from_toml(config.to_toml()).make_env() == env:
+                return {"env": config.env, "env_options": config.env_options}
+        except (TypeError, ValueError):  # an option that a file cannot hold
+            pass
+    return {"env": GIVEN + name, "env_options": {}}
 
 
 def _as_config(config: Any) -> Config:

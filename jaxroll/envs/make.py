@@ -1,6 +1,7 @@
 """Environments by name: `make_env("CartPole-v1")`, `make_env("gymnasium:CartPole-v1")`.
 
-A source is one file with a `Source`; `register_source` adds it, here or in a user's own package.
+A source is one file with a `Source`; `register_source` adds it, here or in a user's own package. If
+its environments have `arguments`, the (name, options) for `make_env`, a run's config can name them.
 """
 
 from __future__ import annotations
