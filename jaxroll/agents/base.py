@@ -135,7 +135,7 @@ class DistributedAgent(Node):
                     f"{sorted(given)} describe the default policy, but a policy was given. "
                     "Leave out one of the two."
                 )
-        networks.check_policy(policy, spaces.zeros(env.observation_space, (2,)), env.action_space)
+        agent._check_policy(policy)
         if agent.normalize_observations:
             policy = NormalizedPolicy(policy)
         return dataclasses.replace(agent, policy=policy)
@@ -155,6 +155,11 @@ class DistributedAgent(Node):
             shared_torso=self.shared_torso,
             squash=self.squash,
         )
+
+    def _check_policy(self, policy: Any) -> None:
+        """Raise if the policy does not fit spaces or algorithm; shapes only."""
+        obs = spaces.zeros(self.env.observation_space, (2,))
+        networks.check_policy(policy, obs, self.env.action_space)
 
     def _validate(self) -> None:
         """Raise if the sizes do not fit each other; called by `create` before anything is built."""

@@ -10,13 +10,14 @@ with PPO's rollout and step size, at which all of 10 seeds solved CartPole-v1 wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxroll import losses, networks
+from jaxroll import losses, networks, spaces
 from jaxroll.agents.base import Shared
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
@@ -54,7 +55,9 @@ class DAAC(OnPolicyAgent):
     value_freq: int = static(1, "iterations between trainings of the value", ">= 1")
     learning_rate: Array = leaf(1e-3, "step size of the policy's optimiser", "> 0")
     value_learning_rate: Array = leaf(1e-3, "step size of the value's optimiser", "> 0")
-    clip_epsilon: Array = leaf(0.2, "how far the policy's ratio may move to gain", "> 0")
+    clip_epsilon: Array = leaf(
+        0.2, "how far the policy's ratio may move to gain; none: no bound", "> 0", none=float("inf")
+    )
     clip_value: bool = static(False, "clip the value's move by clip_epsilon too")
     advantage_coef: Array = leaf(0.25, "weight of the advantage's prediction", ">= 0")
     entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
@@ -70,6 +73,21 @@ class DAAC(OnPolicyAgent):
             activation=self.activation,
             squash=self.squash,
         )
+
+    def _check_policy(self, policy: Any) -> None:
+        super()._check_policy(policy)
+        params = jax.eval_shape(
+            policy.init,
+            jax.eval_shape(lambda: jax.random.key(0)),
+            spaces.zeros(self.env.observation_space, (2,)),
+        )
+        parts = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        if parts != ["actor", "critic"]:
+            raise ValueError(
+                'DAAC needs a decoupled policy, whose params are {"actor": …, "critic": …}, got '
+                f"{parts}. Use policy=jaxroll.networks.make_decoupled_policy(observation_space, "
+                "action_space), or leave policy out."
+            )
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:
         """A `DecoupledRolloutStorage`, unless another was given."""

@@ -34,7 +34,8 @@ def leaf(
       default: its value.
       help: one sentence.
       rule: one of "> 0", ">= 0", ">= 1", "in [0, 1]".
-      none: what None stands for, such as infinity; None: it may not be None.
+      none: what None stands for, such as infinity, which no other may be; None: it may not be
+        None.
     """
     metadata = {"help": help, "rule": rule, "none": none, "static": False}
     return struct.field(default=default, metadata={"hyperparameter": metadata})
@@ -81,6 +82,7 @@ class Hyperparameter:
             if numbers.dtype.kind not in "fiu":
                 raise TypeError(f"{self.name} must be a number, got {value!r}.")
             self._check_rule(numbers)
+            self._check_finite(numbers)
         return value
 
     def _check_static(self, value: Any) -> Any:
@@ -98,6 +100,10 @@ class Hyperparameter:
             if type(value) is not kind:
                 raise TypeError(f"{self.name} must be of type {kind.__name__}, got {value!r}.")
         if self.rule is not None and value is not None:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{self.name} must be an integer or None, got {value!r}.")
             self._check_rule(np.asarray(value))
         return value
 
@@ -107,6 +113,12 @@ class Hyperparameter:
         if self.rule is not None and not _RULES[self.rule](value).all():
             shown = value.item() if value.ndim == 0 else value.tolist()
             raise ValueError(f"{self.name} must be {self.rule}, got {shown}.")
+
+    def _check_finite(self, value: np.ndarray) -> None:
+        infinite = np.isinf(value)
+        if infinite.any() and not (self.none is not None and np.isinf(self.none)):
+            shown = value.item() if value.ndim == 0 else value.tolist()
+            raise ValueError(f"{self.name} must be finite, got {shown}.")
 
 
 def hyperparameters_of(cls: type) -> dict[str, Hyperparameter]:

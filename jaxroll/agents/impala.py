@@ -66,9 +66,11 @@ class IMPALA(DistributedAgent):
     rmsprop_epsilon: Array = leaf(0.01, "ε of RMSprop", "> 0")
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
     entropy_coef: Array = leaf(0.1, "weight of the entropy bonus", ">= 0")
-    clip_rho: Array = leaf(1.0, "ρ̄ of V-trace", "> 0")
-    clip_c: Array = leaf(1.0, "c̄ of V-trace", "> 0")
-    clip_pg_rho: Array = leaf(1.0, "ρ̄ of the policy gradient", "> 0")
+    clip_rho: Array = leaf(1.0, "ρ̄ of V-trace; none: no bound", "> 0", none=float("inf"))
+    clip_c: Array = leaf(1.0, "c̄ of V-trace; none: no bound", "> 0", none=float("inf"))
+    clip_pg_rho: Array = leaf(
+        1.0, "ρ̄ of the policy gradient; none: no bound", "> 0", none=float("inf")
+    )
     trace_lambda: Array = leaf(1.0, "λ of V-trace", "in [0, 1]")
 
     def _validate(self) -> None:

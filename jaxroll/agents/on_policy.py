@@ -70,7 +70,7 @@ class OnPolicyAgent(DistributedAgent):
         choices=("minibatch", "rollout", None),
     )
     sequence_length: int | None = static(
-        None, "steps of a training sequence of a recurrent policy; none: the whole rollout"
+        None, "steps of a training sequence of a recurrent policy; none: the whole rollout", ">= 1"
     )
     adam_epsilon: Array = leaf(1e-5, "ε of Adam", "> 0")
 
@@ -92,14 +92,13 @@ class OnPolicyAgent(DistributedAgent):
         super()._validate()
         per_actor = self.envs_per_actor * self.num_steps
         what = f"envs per actor * num_steps = {self.envs_per_actor} * {self.num_steps}"
-        recurrent = self.network in ("lstm", "gru")
-        if recurrent:
-            length = self.sequence_length or self.num_steps
-            if self.num_steps % length:
-                raise ValueError(
-                    f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use "
-                    f"one of {divisors(self.num_steps)}."
-                )
+        length = self.sequence_length or self.num_steps
+        if self.num_steps % length:
+            raise ValueError(
+                f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use one "
+                f"of {divisors(self.num_steps)}."
+            )
+        if self.network in ("lstm", "gru"):
             per_actor = per_actor // length
             what = f"sequences per actor = {self.envs_per_actor} * {self.num_steps} / {length}"
         elif self.sequence_length is not None and self.policy is None:

@@ -206,6 +206,15 @@ BAD = {
     "sequence_length must divide": lambda: PPO.create(
         CLOCK, network="lstm", num_steps=8, sequence_length=3
     ),
+    "sequence_length must be >= 1, got 0": lambda: PPO.create(
+        CLOCK, network="lstm", num_steps=8, sequence_length=0
+    ),
+    "sequence_length must be >= 1, got -4": lambda: PPO.create(
+        CLOCK, network="lstm", num_steps=8, sequence_length=-4
+    ),
+    "sequence_length must be an integer or None, got 'all'": lambda: PPO.create(
+        CLOCK, network="lstm", sequence_length="all"
+    ),
     "is for recurrent policies": lambda: PPO.create(CLOCK, sequence_length=4),
     "batch_size must divide num_envs = 8": lambda: IMPALA.create(
         CLOCK, num_envs=8, batch_size=3, num_storages=8
@@ -221,9 +230,14 @@ BAD = {
     "learning_rate must be a number, got nan": lambda: PPO.create(
         CLOCK, learning_rate=float("nan")
     ),
+    "learning_rate must be finite, got inf": lambda: PPO.create(CLOCK, learning_rate=float("inf")),
+    "entropy_coef must be finite": lambda: IMPALA.create(CLOCK, entropy_coef=np.array([0, np.inf])),
     "Did you mean 'learning_rate'": lambda: PPO.create(CLOCK, learning_rat=1e-3),
     "num_envs must be of type int": lambda: PPO.create(CLOCK, num_envs="many"),
     "DAAC never shares its torso": lambda: SMALL["daac"][0].create(CLOCK, shared_torso=True),
+    "DAAC needs a decoupled policy, whose params": lambda: SMALL["daac"][0].create(
+        CLOCK, policy=make_policy(CLOCK.observation_space, CLOCK.action_space)
+    ),
     "must have 2 choices": lambda: PPO.create(
         CLOCK, policy=make_policy(CLOCK.observation_space, spaces.Discrete(5))
     ),
@@ -240,6 +254,12 @@ def test_bad_input_is_refused_before_anything_is_compiled(message):
     with pytest.raises((ValueError, TypeError)) as error:
         BAD[message]()
     assert message in str(error.value)
+
+
+def test_what_bounds_may_be_infinite():
+    ppo = PPO.create(CLOCK, clip_epsilon=np.inf, max_grad_norm=None, decay_steps=np.inf)
+    assert all(np.isinf([ppo.clip_epsilon, ppo.max_grad_norm, ppo.decay_steps]))
+    assert np.isinf(IMPALA.create(CLOCK, clip_rho=None).clip_rho)
 
 
 def test_creating_agents_touches_no_device():
