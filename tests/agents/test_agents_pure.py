@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import IMPALA, PPO, make_env, spaces
+from jaxroll import IMPALA, PPO, RolloutStorage, make_env, spaces
 from jaxroll.envs import autoreset
 from jaxroll.networks import make_policy
 from jaxroll.reporting import metrics as metrics_lib
@@ -198,6 +198,28 @@ def test_agents_made_alike_are_equal_and_have_one_structure():
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert jax.tree.structure(one) != jax.tree.structure(made(num_steps=4))
     assert leaves_equal(one, made())
+
+
+def test_agents_with_storages_made_alike_share_one_compilation():
+    def made(**options):
+        factory = RolloutStorage.create_factory(num_steps=8, **options)
+        return small("ppo", storage=factory)
+
+    same = made(discount=0.5, gae_lambda=np.float32(0.9))
+    traces = []
+
+    @jax.jit
+    def step(agent):
+        traces.append(agent.storage)
+        return agent.discount
+
+    step(same)
+    step(made(discount=0.5, gae_lambda=np.float32(0.9)))
+    assert len(traces) == 1
+    assert made(discount=0.5) != same
+    step(made(discount=0.25, gae_lambda=np.float32(0.9)))
+    assert len(traces) == 2
+    assert "RolloutStorage.create_factory(num_steps=8" in repr(traces[0])
 
 
 BAD = {

@@ -98,8 +98,14 @@ def test_a_given_state_is_where_training_starts_and_is_not_destroyed(ppo):
     assert onward.shared.iteration == 4
 
 
-def test_another_seed_or_learning_rate_compiles_nothing(ppo):
-    ppo.train(64, eval_interval=64, num_eval_episodes=2, **QUIET)
+@pytest.mark.parametrize("source", ["device", "host"])
+def test_another_seed_or_learning_rate_compiles_nothing(source):
+    env = DRIFT
+    if source == "host":
+        pytest.importorskip("gymnasium")
+        env = make_env("gymnasium:CartPole-v1")
+    options = {"eval_interval": 64, "num_eval_episodes": 2, **QUIET}
+    small("ppo", env).train(64, **options)
     compiled = []
 
     def listen(event, seconds, **_):
@@ -108,8 +114,8 @@ def test_another_seed_or_learning_rate_compiles_nothing(ppo):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        other = small("ppo", DRIFT, learning_rate=0.1).replace(discount=0.5)
-        other.train(160, seed=4, eval_interval=64, num_eval_episodes=2, **QUIET)
+        other = small("ppo", env, learning_rate=0.1).replace(discount=0.5)
+        other.train(160, seed=4, **options)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
