@@ -23,6 +23,7 @@ import optax
 
 from jaxroll import estimators, losses
 from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
+from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import Reduction, apply_gradient, clipped_rmsprop, gradient, map_actors
 from jaxroll.minibatches import divisors
@@ -216,14 +217,18 @@ class IMPALA(DistributedAgent):
         entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
         total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
         kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
+        clipped = log_prob - step.log_prob > jnp.log(self.clip_rho)
         sums = {
             "loss": total,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
             "approx_kl": kl,
+            "clip_fraction": losses.weighted_sum(clipped.astype(jnp.float32), weights)[0],
         }
-        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}
+        explained = losses.explained_variance_sums(output.value, targets.returns, weights)
+        metrics = {name: Mean(x, weight) for name, x in sums.items()}
+        return total, weight, metrics | {"explained_variance": ExplainedVariance(explained)}
 
     def values(self, params: PyTree, batch: Unrolls) -> tuple[Any, Array, Array]:
         """(outputs [T, b], V(last observation) [b], V(final observation) [T, b]).

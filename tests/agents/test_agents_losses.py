@@ -247,11 +247,13 @@ def test_impala_targets_of_changed_params_come_from_the_full_final_observations(
     rho = np.minimum(1, np.exp(log_prob - np.asarray(step.log_prob)).astype(np.float64))
     gamma = float(agent.discount)
     onward, total_policy, total_value = np.asarray(expected_last, np.float64), 0.0, 0.0
+    targets = []
     for t in reversed(range(agent.num_steps)):
         onward = np.where(cut[t], following[t], onward)
         onward = np.where(step.terminated[t], 0, onward)
         advantage = rho[t] * (np.asarray(step.reward[t]) + gamma * onward - values[t])
         onward = values[t] + advantage
+        targets.insert(0, onward)
         total_policy -= (advantage * log_prob[t]).sum()
         total_value += 0.5 * np.square(advantage).sum()
     entropy = -(np.exp(logits) * logits).sum()
@@ -261,6 +263,9 @@ def test_impala_targets_of_changed_params_come_from_the_full_final_observations(
     expected = total_policy + coefs[0] * total_value - coefs[1] * entropy
     np.testing.assert_allclose(total, expected, rtol=1e-4)
     np.testing.assert_allclose(metrics["policy_loss"].total, total_policy, rtol=1e-4)
+    explained = 1 - np.var(np.stack(targets) - values) / np.var(np.stack(targets))
+    np.testing.assert_allclose(metrics["explained_variance"].result(), explained, rtol=1e-3)
+    np.testing.assert_allclose(metrics["clip_fraction"].result(), (rho == 1).mean(), rtol=1e-5)
 
 
 def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():

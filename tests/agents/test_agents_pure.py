@@ -126,6 +126,20 @@ def test_pendulum_with_normalisers_and_squashed_actions_takes_a_step():
     assert (jnp.abs(acted) <= 2).all()
 
 
+METRICS = {"loss", "policy_loss", "value_loss", "entropy", "approx_kl", "explained_variance"}
+METRICS |= {"grad_norm", "learning_rate", "episode_return", "episode_length", "episodes"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_agent_tells_what_it_has_to_tell(name):
+    agent = small(name, DRIFT)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    metrics = jax.eval_shape(agent.train_step, state)[1]
+    assert metrics.keys() >= METRICS
+    assert ("clip_fraction" in metrics) == (name != "a2c")
+    assert ("policy_lag" in metrics) == (name == "impala")
+
+
 def test_the_first_minibatch_sees_the_policy_that_acted():
     """Normalising moments are those from before the rollout: the ratio starts at exactly 1."""
     agent = small("ppo", DRIFT, normalize_observations=True, num_mini_batch=1, num_epochs=1)
