@@ -27,7 +27,7 @@ from jaxroll.learners import (
 from jaxroll.minibatches import divisors
 from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import RolloutStorage, Storage
-from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout, Targets
+from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout
 
 
 class OnPolicyAgent(DistributedAgent):
@@ -144,17 +144,11 @@ class OnPolicyAgent(DistributedAgent):
         storage = self.make_storage(example, carry)
         storage = storage.insert_data_slice(rollout.transition, rollout.initial_carry)
         storage = storage.before_gradients(rollout.last_value)
-        if self.normalize_advantage == "rollout":
+        if self.normalize_advantage == "rollout":  # of all streams together, as the loss adds them
             contents = storage.contents()
-            storage = storage.replace(
-                targets=Targets(
-                    advantages=jax.tree.map(
-                        lambda x: estimators.normalize(x, contents.weights),
-                        contents.targets.advantages,
-                    ),
-                    returns=contents.targets.returns,
-                )
-            )
+            advantages = jnp.asarray(sum(jax.tree.leaves(contents.targets.advantages)))
+            advantages = estimators.normalize(advantages, contents.weights)
+            storage = storage.replace(targets=contents.targets.replace(advantages=advantages))
         return storage
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:

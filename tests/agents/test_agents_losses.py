@@ -309,3 +309,23 @@ def test_advantages_are_normalised_once_in_each_mode():
         spreads[mode] = float(jnp.std(seen))
     assert abs(spreads["minibatch"] - 1) < 1e-4
     assert abs(spreads["rollout"] - 1) > 1e-4
+
+
+def test_streams_are_added_before_they_are_normalised():
+    agents = {mode: small("ppo", DRIFT, normalize_advantage=mode) for mode in ("rollout", None)}
+    _, rollouts = rollout_of(agents[None])
+    rollout = jax.tree.map(lambda x: x[0], rollouts)
+
+    def streams(x):  # of very different spread
+        return {"a": x, "b": -30 * x}
+
+    step = rollout.transition
+    names = ("reward", "value", "bootstrap_value")
+    step = step.replace(**{name: streams(getattr(step, name)) for name in names})
+    rollout = rollout.replace(transition=step, last_value=streams(rollout.last_value))
+    seen = {}
+    for mode, agent in agents.items():
+        storage = agent.fill(rollout)
+        plan = storage.plan(jax.random.key(0), num_mini_batch=1)
+        seen[mode] = agent.advantages(storage.minibatch(jax.tree.map(lambda x: x[0], plan)))
+    np.testing.assert_allclose(seen["rollout"], normalized(seen[None]), rtol=1e-4, atol=1e-5)
