@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxroll.estimators import normalize
+from jaxroll.reporting.metrics import compute
 from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
 from tests.tiers import plain
 
@@ -187,9 +188,13 @@ def test_daac_updates_equal_ones_written_by_hand_and_keep_apart():
 
 def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
     agent = small("daac", DRIFT, value_freq=2)
-    states = [init(agent, jax.random.key(0))]
+    states, rows = [init(agent, jax.random.key(0))], []
     for _ in range(3):
-        states.append(train_step(agent, states[-1])[0])
+        state, metrics = train_step(agent, states[-1])
+        states.append(state)
+        rows.append(compute(metrics))
+    for name in ("value_loss", "value_grad_norm"):
+        assert [name in row for row in rows] == [False, True, False]
     for i, (before, after) in enumerate(itertools.pairwise(states)):
         for part, moves in (("actor", True), ("critic", i % 2 == 1)):
             same = [
@@ -206,6 +211,28 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
         policy_steps = agent.num_epochs * agent.num_mini_batch
         value_steps = (i % 2) * agent.value_epochs * agent.num_mini_batch
         assert after.shared.version - before.shared.version == policy_steps + value_steps
+
+
+def test_daac_does_not_compute_values_that_it_does_not_train():
+    """Where the critic's gradient would not be finite, it is not counted before its turn."""
+    agent = small("daac", DRIFT, value_freq=2, num_epochs=1)
+    state, rollouts = rollout_of(agent)
+    step = rollouts.transition
+    bad = rollouts.replace(transition=step.replace(value=step.value.at[0, 0, 0].set(jnp.inf)))
+    counts = []
+    for iteration in (0, 1):
+        shared = state.shared.replace(iteration=jnp.int32(iteration))
+        _, metrics = update(agent, state.replace(shared=shared), bad)
+        split = len(jax.tree.leaves(state.shared.params["actor"]))
+        counts.append(int(metrics["nonfinite"].total[split:].sum()))
+    assert counts[0] == 0
+    assert counts[1] > 0
+    always = small("daac", DRIFT, value_freq=1, num_epochs=1)
+    branches = [
+        update.lower(one, state, rollouts).as_text().count("stablehlo.case")
+        for one in (always, agent)
+    ]
+    assert branches[1] == branches[0] + 1
 
 
 @pytest.mark.parametrize("network", plain(["mlp", "lstm"], ["lstm"]))
