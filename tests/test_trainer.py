@@ -123,7 +123,10 @@ def test_environments_of_ones_own_are_taken():
         ("MemoryChain-bsuite", {"memory_length": 3, "num_bits": 2}),
         ("gymnasium:CartPole-v1", {"autoreset_mode": "NextStep", "vectorization_mode": "sync"}),
         ("gymnasium:Pendulum-v1", {"g": 9.81}),
-        ("envpool:CartPole-v1", {"max_episode_steps": 20}),
+        pytest.param(
+            *("envpool:CartPole-v1", {"max_episode_steps": 20}),
+            marks=pytest.mark.filterwarnings("ignore:.*precision lowered.*:UserWarning"),
+        ),
     ],
 )
 def test_the_config_makes_the_environment_that_was_given(name, options):
