@@ -405,10 +405,14 @@ class DistributedAgent(Node):
     def episode_metrics(
         self, rollouts: Rollout, *, axis_name: Any, reduction: Any
     ) -> dict[str, Any]:
-        """Returns and lengths of the episodes that ended, and what did not fit."""
+        """Returns and lengths of the episodes that ended, what did not fit, what was no step."""
         overflow = None if rollouts.final is None else rollouts.final.overflow
-        episodes, overflow = sum_actors(
-            (rollouts.episodes, overflow), axis_name=axis_name, reduction=reduction
+        valid = rollouts.transition.valid
+        if valid is not None:
+            flags = valid.reshape(len(valid), -1).astype(jnp.float32)
+            valid = flags.sum(1), jnp.full(len(flags), flags.shape[1], jnp.float32)
+        episodes, overflow, valid = sum_actors(
+            (rollouts.episodes, overflow, valid), axis_name=axis_name, reduction=reduction
         )
         count = episodes.count.astype(jnp.float32)
         metrics = {
@@ -418,6 +422,8 @@ class DistributedAgent(Node):
         }
         if overflow is not None:
             metrics["final_overflow"] = Sum(overflow)
+        if valid is not None:
+            metrics["valid_fraction"] = Mean(*valid)
         return metrics
 
     # The shell.

@@ -89,7 +89,9 @@ def train(
 
     Args:
       agent: a DistributedAgent.
-      num_train_steps: of the whole run; what was done before a resume counts.
+      num_train_steps: of the whole run; what was done before a resume counts. A step is a row of a
+        rollout: where host environments reset on the next step, rows that only reset count too,
+        and `valid_fraction` tells how many did not.
       seed: everything random follows from it.
       state: a TrainState to start from; it is copied, not destroyed. Host environments cannot be
         set back to it: they start new episodes, seeded from the actors' keys.

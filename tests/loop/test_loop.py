@@ -349,3 +349,17 @@ def test_host_environments_go_on_from_a_given_or_loaded_state(tmp_path):
     assert not jnp.array_equal(
         *(jax.tree.leaves(state.shared.params)[0] for state in (half, given))
     )
+
+
+def test_rows_that_only_reset_are_told_apart_from_steps():
+    pytest.importorskip("gymnasium")
+    env = make_env("gymnasium:CartPole-v1", autoreset_mode="NextStep", vectorization_mode="sync")
+    agent = small("ppo", env, num_steps=32)
+    state, history = agent.train(512, log_interval=512, **QUIET)
+    row = history.to_records()[-1]
+    assert row["step"] == 512
+    # Each end has one such row; of the last ends it may not have come yet.
+    ends = int(state.shared.num_episodes)
+    resets = round((1 - row["valid_fraction"]) * 512)
+    assert ends > 4
+    assert ends - agent.num_envs <= resets <= ends
