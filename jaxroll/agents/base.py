@@ -64,7 +64,15 @@ class Actor(Node):
 
 
 class TrainState(Node):
-    """Everything that training changes: save it, and the run goes on as if it had not stopped."""
+    """Everything that training changes: save it, and the run goes on as if it had not stopped.
+
+    Example, its shapes:
+      >>> import jaxroll
+      >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=8, num_actors=2)
+      >>> state = jax.eval_shape(ppo.init, jax.random.key(0))
+      >>> state.shared.iteration.shape, state.actors.state.obs.shape
+      ((), (2, 4, 4))
+    """
 
     shared: Shared
     actors: Actor  # leaves [A, ...]
@@ -79,6 +87,21 @@ class DistributedAgent(Node):
     `policy` is the `Policy` that all of these share: functions of params, which it does not hold. A
     trained policy, with a state's params in it, is what `act(state)` gives, as a plain function;
     `export` writes the same to a file.
+
+    Example, an agent that acts and counts but never learns:
+      >>> import jaxroll
+      >>> class Idle(DistributedAgent):
+      ...     def init_optimizer(self, params):
+      ...         return ()
+      ...
+      ...     def update(self, state, rollouts, *, axis_name=None, reduction="fast"):
+      ...         shared = state.shared.replace(iteration=state.shared.iteration + 1)
+      ...         across = {"axis_name": axis_name, "reduction": reduction}
+      ...         return state.replace(shared=shared), self.episode_metrics(rollouts, **across)
+      >>> idle = Idle.create("CartPole-v1", num_envs=4, num_steps=8, num_actors=2)
+      >>> state = jax.eval_shape(idle.init, jax.random.key(0))
+      >>> sorted(jax.eval_shape(idle.train_step, state)[1])
+      ['episode_length', 'episode_return', 'episodes', 'final_overflow']
     """
 
     name: ClassVar[str] = "agent"

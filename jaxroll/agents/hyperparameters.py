@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from typing import Any
 
+import jax
 import jax.core
 import numpy as np
 from flax import struct
@@ -36,6 +37,15 @@ def leaf(
       rule: one of "> 0", ">= 0", ">= 1", "in [0, 1]".
       none: what None stands for, such as infinity, which no other may be; None: it may not be
         None.
+
+    Example:
+      >>> from jaxroll.types import Node
+      >>> class Rule(Node):
+      ...     step_size: float = leaf(0.1, "of each update", "> 0")
+      >>> hyperparameters_of(Rule)["step_size"].check(-1)
+      Traceback (most recent call last):
+        ...
+      ValueError: step_size must be > 0, got -1.0.
     """
     metadata = {"help": help, "rule": rule, "none": none, "static": False}
     return struct.field(default=default, metadata={"hyperparameter": metadata})
@@ -49,6 +59,13 @@ def static(default: Any, help: str, rule: str | None = None, choices: tuple[Any,
       help: one sentence.
       rule: as for `leaf`.
       choices: the allowed values, if they are few.
+
+    Example:
+      >>> from jaxroll.types import Node
+      >>> class Rule(Node):
+      ...     order: str = static("random", "of the rows", choices=("random", "given"))
+      >>> jax.tree.leaves(Rule()), hyperparameters_of(Rule)["order"].is_static
+      ([], True)
     """
     metadata = {"help": help, "rule": rule, "choices": choices, "static": True}
     return struct.field(pytree_node=False, default=default, metadata={"hyperparameter": metadata})

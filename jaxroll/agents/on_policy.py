@@ -31,7 +31,21 @@ from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout
 
 
 class OnPolicyAgent(DistributedAgent):
-    """An agent that learns from its newest rollout only; subclass it and give `loss`."""
+    """An agent that learns from its newest rollout only; subclass it and give `loss`.
+
+    Example, the plain policy gradient:
+      >>> class Plain(OnPolicyAgent):
+      ...     def loss(self, params, batch):
+      ...         log_prob = self.outputs(params, batch).distribution.log_prob(
+      ...             batch.transition.action)
+      ...         loss, weight = losses.policy_gradient_loss(
+      ...             log_prob, self.advantages(batch), batch.weights)
+      ...         return loss, weight, {"loss": Mean(loss, weight)}
+      >>> plain = Plain.create("CartPole-v1", num_envs=4, num_steps=8)
+      >>> state = jax.eval_shape(plain.init, jax.random.key(0))
+      >>> "loss" in jax.eval_shape(plain.train_step, state)[1]
+      True
+    """
 
     storage: Any = struct.field(pytree_node=False, default=None)
 

@@ -26,6 +26,25 @@ class Env(Protocol):
     second compilation. After an end, `TimeStep.obs` already is the first observation of the next
     episode, and `TimeStep.final_obs` the successor that it replaced. An environment that does not
     reset itself becomes one through `autoreset`.
+
+    Example, a coin to be guessed, whose episodes are one step long:
+      >>> from jaxroll import spaces
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Coin:
+      ...     observation_space = spaces.Box.create(0, 1, (1,))
+      ...     action_space = spaces.Discrete(2)
+      ...
+      ...     def reset(self, key):
+      ...         return (), jnp.zeros(1)
+      ...
+      ...     def step(self, key, state, action):
+      ...         reward = (jax.random.bernoulli(key) == action).astype(jnp.float32)
+      ...         ended, obs = jnp.bool_(True), jnp.zeros(1)
+      ...         return (), TimeStep(obs, reward, ended, ~ended, final_obs=obs)
+      >>> env: Env = Coin()
+      >>> state, obs = env.reset(jax.random.key(0))
+      >>> env.step(jax.random.key(1), state, jnp.int32(1))[1].reward.shape
+      ()
     """
 
     @property

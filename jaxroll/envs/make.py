@@ -43,7 +43,14 @@ _registered: dict[str, Source] = {}
 
 
 def register_source(source: Source) -> None:
-    """Let `make_env` know the environments of a source, under its prefix."""
+    """Let `make_env` know the environments of a source, under its prefix.
+
+    Example:
+      >>> register_source(Source("toys", package="jax", extra=None, names=lambda: ["Dice"],
+      ...                        make=lambda name, **options: (name, options)))
+      >>> make_env("toys:Dice", sides=6)
+      ('Dice', {'sides': 6})
+    """
     _registered[source.prefix] = source
 
 

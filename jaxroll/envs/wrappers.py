@@ -123,6 +123,12 @@ class FlattenObservation(Wrapper):
 
     Discrete observations become one-hot. A dict's "action_mask" is no observation: it stays, beside
     the vector, which is then called "observation".
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = make_env("Breakout-MinAtar")
+      >>> env.observation_space.shape, FlattenObservation(env).observation_space.shape
+      ((10, 10, 4), (400,))
     """
 
     @property
@@ -178,6 +184,11 @@ class FrameStack(Wrapper):
 
     An episode starts with its first observation in every place. Images [H, W, C] become
     [H, W, C · num_frames]; vectors [D] become [D · num_frames].
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> FrameStack(make_env("CartPole-v1"), num_frames=3).observation_space.shape
+      (12,)
     """
 
     num_frames: int
@@ -222,6 +233,12 @@ class ClipAction(Wrapper):
     """Any action is accepted; the environment receives the nearest within its bounds.
 
     The policy's own action is what is stored, so that its log-probability stays right.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = make_env("Pendulum-v1")
+      >>> env.action_space.is_bounded, ClipAction(env).action_space.is_bounded
+      (True, False)
     """
 
     @property

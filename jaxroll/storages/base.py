@@ -31,6 +31,16 @@ class Storage(Node, abc.ABC):
     A storage of your own fulfils `create`, `add`, `insert_data_slice`, `before_gradients`, `plan`,
     `minibatch`, `contents`, `update`, `check` and `fill`; the rest follows. List the names of
     changeable hyperparameters in `parameters`.
+
+    Example, what any storage can do because it is one:
+      >>> from jaxroll import RolloutStorage, Transition
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+      ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+      >>> storage = RolloutStorage.create(step, num_steps=4)
+      >>> isinstance(storage, Storage), storage.parameters
+      (True, ('discount', 'gae_lambda', 'episodic'))
+      >>> storage.insert_transition(step).get_all_buffer_data(data_to_cpu=True).weights.sum()
+      np.float32(2.0)
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
