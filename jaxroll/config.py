@@ -21,6 +21,7 @@ from jaxroll._toml import toml_key, toml_value
 from jaxroll.reporting._format import near_matches
 
 MAX_SEED = 2**31 - 1
+GIVEN = "given:"  # before the name of an environment that no config can make, only be given
 _TABLES = ("env_options", "hyperparameters")
 DECAYING = ("ppo",)  # agents that stay where they are good only if their step size falls
 
@@ -102,7 +103,7 @@ class Config:
     )
     nonfinite: str = setting("stop", "at a gradient that is not finite", choices=("stop", "skip"))
     init_model_path: str | None = setting(
-        None, "a checkpoint or run whose params the run starts from", kind=str
+        None, "a checkpoint or run whose policy the run starts from", kind=str
     )
     loggers: tuple[str, ...] = setting(
         (), "beside metrics.jsonl, which is always written: csv, tensorboard"
@@ -241,6 +242,12 @@ class Config:
         """The environment."""
         from jaxroll.envs import make_env
 
+        if self.env.startswith(GIVEN):
+            name = self.env.removeprefix(GIVEN)
+            raise ValueError(
+                f"the config is of a run on an environment object, {name}, which no name makes. "
+                "Give it again: DistributedTrainer(config, train_env=…)."
+            )
         return make_env(self.env, **self.env_options)
 
     def make_agent(self, env: Any = None) -> Any:

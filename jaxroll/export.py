@@ -46,6 +46,14 @@ def export_policy(
 
     Returns:
       the path.
+
+    Example:
+      >>> import tempfile, jaxroll
+      >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8)
+      >>> state = jax.jit(ppo.init)(jax.random.key(0))
+      >>> path = export_policy(ppo, state, tempfile.mkdtemp() + "/policy.bin", platforms=("cpu",))
+      >>> export.deserialize(bytearray(path.read_bytes())).call(jnp.zeros((3, 4))).shape
+      (3,)
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise ImportError(

@@ -10,6 +10,8 @@ How training uses them, so that a run is the same on any number of devices:
 
 Evaluation changes no params, so there the moments are frozen by construction.
 
+A row with an entry that is not finite has no weight: one NaN must not stay for the rest of a run.
+
 Variances are kept rather than sums of squares, and batches are centred on the old mean before
 they are squared: float32 then holds for large offsets and for billions of rows.
 """
@@ -71,7 +73,8 @@ class RunningMoments(Node):
 
         Args:
           batch: observations with any leading axes, [N, ...] or [T, B, ...].
-          weights: [N] or [T, B]; rows of weight 0 have no effect, whatever stands in them.
+          weights: [N] or [T, B]; rows of weight 0 have no effect, whatever stands in them. Nor
+            have rows with an entry that is not finite.
         """
         return self.merge(self.batch_moments(batch, weights))
 
@@ -85,7 +88,7 @@ class RunningMoments(Node):
                 f"weights must have the leading axes of the batch, {list(lead)}, "
                 f"got {list(jnp.shape(weights))}."
             )
-        weights = jnp.asarray(weights, jnp.float32)
+        weights = jnp.where(_finite_rows(batch, lead), jnp.asarray(weights, jnp.float32), 0)
         count = jnp.sum(weights)
         axes = tuple(range(len(lead)))
 
@@ -182,6 +185,15 @@ def _leading_shape(batch: PyTree, mean: PyTree) -> tuple[int, ...]:
     return leads.pop()
 
 
+def _finite_rows(batch: PyTree, lead: tuple[int, ...]) -> Array:
+    """[*lead] whether every entry of a row is finite."""
+    finite = jnp.ones(lead, bool)
+    for x in map(jnp.asarray, jax.tree.leaves(batch)):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            finite &= jnp.isfinite(x).all(tuple(range(len(lead), x.ndim)))
+    return finite
+
+
 class RewardScaler(Node):
     """Divides rewards by the running spread of their discounted sums.
 
@@ -226,6 +238,8 @@ def discounted_sums(
 
         sₜ = rₜ + γ (1 − doneₜ₋₁) sₜ₋₁
 
+    After a sum that is not finite, the next starts at 0 again.
+
     Args:
       rewards: [T, B].
       terminated: [T, B]; None: episodes' ends do not cut (as for intrinsic rewards).
@@ -243,7 +257,7 @@ def discounted_sums(
     def step(total: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
         reward, done = row
         total = reward + jnp.asarray(discount, total.dtype) * total
-        return jnp.where(done, 0, total), total
+        return jnp.where(done | ~jnp.isfinite(total), 0, total), total
 
     accumulators, sums = lax.scan(
         step, accumulators.astype(jnp.float32), (rewards.astype(jnp.float32), done)

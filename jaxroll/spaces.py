@@ -191,6 +191,27 @@ def zeros(space: Space, batch_shape: tuple[int, ...] = ()) -> Any:
     return np.zeros((*batch_shape, *space.shape), space.dtype)
 
 
+def shows_alike(space: Space, other: Space) -> bool:
+    """Whether a policy for observations of one space can look at those of the other.
+
+    All but the bounds of a `Box` must be the same: sources write infinity in several ways.
+
+    Example:
+      >>> shows_alike(Box.create(-1, 1, (4,)), Box.create(-np.inf, np.inf, (4,)))
+      True
+      >>> shows_alike(Box.create(-1, 1, (4,)), Box.create(-1, 1, (3,)))
+      False
+    """
+    if isinstance(space, Dict) and isinstance(other, Dict):
+        parts, others = space.spaces, other.spaces
+        return parts.keys() == others.keys() and all(
+            shows_alike(parts[k], others[k]) for k in parts
+        )
+    if isinstance(space, Box) and isinstance(other, Box):
+        return (space.shape, space.dtype) == (other.shape, other.dtype)
+    return space == other
+
+
 def flat_size(space: Space) -> int:
     """How many numbers a member has."""
     if isinstance(space, Dict):

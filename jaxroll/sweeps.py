@@ -173,6 +173,8 @@ class SweepResult:
     ) -> list[dict[str, Any]]:
         """One row for each member: its columns, `episode_return`, its deviation and its length.
 
+        `num_unfinished` counts episodes that did not end; the others are without them.
+
         Args:
           num_episodes: whole episodes for each member, all with the same resets.
           seed: of the episodes.
@@ -181,7 +183,7 @@ class SweepResult:
         result = loop.evaluate(
             self.sweep, self.states, num_episodes, seed=seed, deterministic=deterministic
         )
-        names = ("episode_return", "episode_return_std", "episode_length")
+        names = ("episode_return", "episode_return_std", "episode_length", "num_unfinished")
         return [
             {**columns, **{name: result[name][i] for name in names}}
             for i, columns in enumerate(self.members)

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxroll import loop, parallel
 from jaxroll.collectors.host import HostCollector
-from jaxroll.config import Config
+from jaxroll.config import GIVEN, Config
 from jaxroll.envs import make_env
-from jaxroll.loop.options import check_budget
+from jaxroll.loop.options import check_budget, check_eval_env
 from jaxroll.loop.programs import check_traces, make_program
 from jaxroll.minibatches import divisors
 from jaxroll.reporting import History
@@ -29,8 +28,9 @@ class DistributedTrainer:
 
     Args:
       config: a `Config`, a mapping, or the path of a TOML file or of a run's directory.
-      train_env: train on this environment, or the one of this name, instead of the config's.
-      test_env: test on this one instead; it must have the same spaces.
+      train_env: train on this environment, or the one of this name, instead of the config's. The
+        run's config says how to make it; if only an object does, it must be given again later.
+      test_env: test on this one instead; it must have the same spaces, on the device or the host.
 
     Attributes:
       config: the run, with every hyperparameter named.
@@ -56,12 +56,11 @@ class DistributedTrainer:
         if isinstance(train_env, str):
             config, train_env = config.replace(env=train_env), None
         self.train_env = config.make_env() if train_env is None else train_env
-        if train_env is not None:
-            name = getattr(train_env, "name", type(train_env).__name__)
-            config = config.replace(env=str(name), env_options={})
         self.test_env = make_env(test_env) if isinstance(test_env, str) else test_env
-        self._check_spaces()
         self.agent: Any = config.make_agent(self.train_env)
+        if train_env is not None:
+            config = config.replace(**_settings_of(train_env, self.agent.env_name))
+        check_eval_env(self.agent, self.test_env, "test_env")
         self.config = config.complete()
         if config.num_seeds > 1:
             seeds = range(config.seed, config.seed + config.num_seeds)
@@ -169,9 +168,10 @@ class DistributedTrainer:
           deterministic: act with the distribution's mode.
 
         Returns:
-          `episode_return`, its deviation `episode_return_std`, `episode_length` and each episode's
-          `episode_returns` and `episode_lengths`; of several seeds the mean over all episodes,
-          with `seed_returns` for each and [N, episodes] arrays.
+          `episode_return`, its deviation `episode_return_std` and `episode_length` over the
+          episodes that ended, `num_unfinished` of those that did not, and each episode's
+          `episode_returns` (NaN if it did not end) and `episode_lengths`; of several seeds the mean
+          over all episodes, with `seed_returns` for each and [N, episodes] arrays.
         """
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
         if count < 1:
@@ -185,13 +185,9 @@ class DistributedTrainer:
             env=self.test_env,
         )
         if isinstance(self.agent, Sweep):
-            returns = result["episode_returns"]
-            result |= {
-                "seed_returns": result["episode_return"],
-                "episode_return": float(returns.mean()),
-                "episode_return_std": float(returns.std()),
-                "episode_length": float(np.mean(result["episode_length"])),
-            }
+            names = ("episode_returns", "episode_lengths", "is_complete")
+            means = loop.episode_means(*(result[name].reshape(-1) for name in names))
+            result |= {"seed_returns": result["episode_return"], **means}
         return result
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
@@ -236,16 +232,6 @@ class DistributedTrainer:
         if self.out is not None:
             self.config.write(self.out / "config.toml")
 
-    def _check_spaces(self) -> None:
-        if self.test_env is None:
-            return
-        for name in ("observation_space", "action_space"):
-            wanted, got = getattr(self.train_env, name), getattr(self.test_env, name)
-            if wanted != got:
-                raise ValueError(
-                    f"train_env and test_env must have the same {name}, got {wanted} and {got}."
-                )
-
     def _check_devices(self) -> None:
         count, num_actors = self.config.devices, self.agent.num_actors
         if count is not None and num_actors % count:
@@ -254,6 +240,19 @@ class DistributedTrainer:
                 f"num_actors = {count} or a multiple of it (on the command line --num-actors "
                 f"{count}), or as many devices as one of {divisors(num_actors)}."
             )
+
+
+def _settings_of(env: Any, name: str) -> dict[str, Any]:
+    """`env` and `env_options` of a config that makes this environment, or a mark that none does."""
+    settings = getattr(env, "arguments", None)
+    if settings is not None:
+        try:
+            config = Config(env=settings[0], env_options=settings[1])
+            if Config.from_toml(config.to_toml()).make_env() == env:
+                return {"env": config.env, "env_options": config.env_options}
+        except (TypeError, ValueError):  # an option that a file cannot hold
+            pass
+    return {"env": GIVEN + name, "env_options": {}}
 
 
 def _as_config(config: Any) -> Config:

@@ -99,14 +99,29 @@ class Transition(Node):
 
 
 class Targets(Node):
-    """What the learner aims at, [T, B] each (or dicts of streams)."""
+    """What the learner aims at, [T, B] each (or dicts of streams).
+
+    Example:
+      >>> advantages, values = np.ones((16, 8)), np.full((16, 8), 2.0)
+      >>> Targets(advantages=advantages, returns=advantages + values).returns.shape
+      (16, 8)
+    """
 
     advantages: PyTree
     returns: PyTree
 
 
 class Minibatch(Node):
-    """Rows picked from a storage: [N, ...] steps, or [L, N, ...] sequences, time first."""
+    """Rows picked from a storage: [N, ...] steps, or [L, N, ...] sequences, time first.
+
+    Example, the weighted mean of what a loss would read:
+      >>> step = Transition(obs=np.zeros((3, 4)), action=np.zeros(3, int), reward=np.zeros(3),
+      ...                   terminated=np.zeros(3, bool))
+      >>> targets = Targets(advantages=np.array([1.0, 3.0, 9.0]), returns=np.zeros(3))
+      >>> batch = Minibatch(step, targets, weights=np.array([1.0, 1.0, 0.0]))
+      >>> float((batch.targets.advantages * batch.weights).sum() / batch.weights.sum())
+      2.0
+    """
 
     transition: Transition
     targets: Targets | None
@@ -115,7 +130,14 @@ class Minibatch(Node):
 
 
 class PolicyOutput(Node):
-    """What a policy says of B observations."""
+    """What a policy says of B observations.
+
+    Example:
+      >>> from jaxroll.distributions import Categorical
+      >>> output = PolicyOutput(Categorical(np.zeros((8, 2))), value=np.zeros(8))
+      >>> output.distribution.mode().shape, output.value.shape
+      ((8,), (8,))
+    """
 
     distribution: Any  # has sample, log_prob, entropy, mode, kl
     value: PyTree  # [B], or a dict of streams, or None
@@ -123,7 +145,14 @@ class PolicyOutput(Node):
 
 
 class TimeStep(Node):
-    """What one step of one environment gave, auto-reset done; leaves [B, ...] once vmapped."""
+    """What one step of one environment gave, auto-reset done; leaves [B, ...] once vmapped.
+
+    Example, a step that ran into the time limit:
+      >>> step = TimeStep(obs=np.array([0.0]), reward=np.float32(1), terminated=np.False_,
+      ...                 truncated=np.True_, final_obs=np.array([9.0]))
+      >>> step.obs.item(), step.final_obs.item()  # where the next episode starts, where this ended
+      (0.0, 9.0)
+    """
 
     obs: PyTree  # what to act on next: the reset observation after an end
     reward: Array

@@ -111,3 +111,17 @@ def test_using_every_name_starts_no_backend():
         "print(xla_bridge.backends_are_initialized())"
     )
     assert run(code) == "False"
+
+
+def public_names():
+    """(module, name) of what the package offers, and of what users of its rooms extend."""
+    names = [("jaxroll", name) for name in jaxroll.__all__ if not name.startswith("_")]
+    names += [("jaxroll.envs", "register_source"), ("jaxroll.collectors", "evaluate_host")]
+    wrappers = ("TimeLimit", "FlattenObservation", "FrameStack", "ClipAction")
+    names += [("jaxroll.envs.wrappers", name) for name in wrappers]
+    return names + [("jaxroll.agents.hyperparameters", name) for name in ("leaf", "static")]
+
+
+@pytest.mark.parametrize(("module", "name"), public_names())
+def test_every_public_name_has_an_example_that_runs(module, name):
+    assert ">>>" in (getattr(importlib.import_module(module), name).__doc__ or "")

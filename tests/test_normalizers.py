@@ -96,6 +96,28 @@ def test_rows_of_weight_zero_have_no_effect():
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(fresh))
 
 
+def test_rows_that_are_not_finite_have_no_effect():
+    batch = {"a": rows(0, 6), "b": rows(1, 6)[:, :1], "n": np.arange(6)}
+    batch["a"][1, 2], batch["b"][4, 0] = np.nan, np.inf
+    good = jax.tree.map(lambda x: x[[0, 2, 3, 5]], batch)
+    empty = RunningMoments.create(jax.tree.map(lambda x: x[0], batch))
+    seen, expected = update(empty, batch), update(empty, good)
+    assert seen.count == 4
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), seen, expected)
+    nothing = update(seen, jax.tree.map(lambda x: x[[1, 4]], batch))
+    jax.tree.map(np.testing.assert_array_equal, nothing, seen)
+
+
+def test_sums_start_anew_after_one_that_is_not_finite():
+    rewards = np.array([[1.0], [np.nan], [2.0], [4.0]], np.float32)
+    no = np.zeros((4, 1), bool)
+    sums, after = discounted_sums(rewards, no, no, jnp.zeros(1), 0.5)
+    np.testing.assert_array_equal(sums[:, 0], [1, np.nan, 2, 5])
+    assert after.tolist() == [5]
+    scaler = RewardScaler.create(0.5).update(sums)
+    assert scaler.moments.count == 3
+
+
 def test_the_count_goes_on_past_what_a_float32_can_count():
     one = RunningMoments.create(np.zeros(())).batch_moments(jnp.zeros(1))
     start = dataclasses.replace(one, count=jnp.float32(2**24))

@@ -7,6 +7,7 @@ import pytest
 import jaxroll
 from jaxroll.checkpoints import LockedError, MismatchError, RunLock
 from jaxroll.config import Config
+from jaxroll.envs.wrappers import TimeLimit
 from jaxroll.reporting import History
 from jaxroll.trainer import DistributedTrainer
 
@@ -134,8 +135,49 @@ def test_environments_of_ones_own_are_taken():
     trainer = DistributedTrainer(CONFIG, train_env=env, test_env="CartPole-v1")
     assert trainer.agent.env == env
     assert trainer.test(4)["episode_length"] > 5
-    with pytest.raises(ValueError, match="the same observation_space"):
+    with pytest.raises(ValueError, match="test_env must have the agent's observation_space"):
         DistributedTrainer(CONFIG, test_env="Acrobot-v1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("CartPole-v1", {"max_steps_in_episode": 5}),
+        ("MemoryChain-bsuite", {"memory_length": 3, "num_bits": 2}),
+        ("gymnasium:CartPole-v1", {"autoreset_mode": "NextStep", "vectorization_mode": "sync"}),
+        ("gymnasium:Pendulum-v1", {"g": 9.81}),
+        pytest.param(
+            *("envpool:CartPole-v1", {"max_episode_steps": 20}),
+            marks=pytest.mark.filterwarnings("ignore:.*precision lowered.*:UserWarning"),
+        ),
+    ],
+)
+def test_the_config_makes_the_environment_that_was_given(name, options):
+    if ":" in name:
+        pytest.importorskip(name.partition(":")[0])
+    env = jaxroll.make_env(name, **options)
+    config = DistributedTrainer({**CONFIG, "env_options": {"x": 1}}, train_env=env).config
+    assert Config.from_toml(config.to_toml()).make_env() == env
+    assert config.env == name
+    assert options.items() <= config.env_options.items()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TimeLimit(jaxroll.make_env("CartPole-v1"), max_steps=5),
+        lambda: jaxroll.make_env("Pendulum-v1", max_torque=np.float32(1)),
+    ],
+)
+def test_an_environment_that_no_config_makes_must_be_given_again(make, tmp_path):
+    env = make()
+    trainer = DistributedTrainer(CONFIG, train_env=env)
+    trainer.config.write(tmp_path / "config.toml")
+    with pytest.raises(ValueError, match=r"an environment object, \S+-v1.*train_env="):
+        DistributedTrainer(tmp_path)
+    again = DistributedTrainer(tmp_path, train_env=env)
+    assert again.config == trainer.config
+    assert again.agent.env == env
 
 
 def test_host_environments_act_and_train():

@@ -60,10 +60,13 @@ class A2C(OnPolicyAgent):
         value_loss, _ = losses.value_loss(output.value, batch.targets.returns, weights)
         entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
         total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        # 0 at the first gradient step on a rollout: the policy is still the one that acted.
+        kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
         sums = {
             "loss": total,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
+            "approx_kl": kl,
         }
         return total, weight, {name: Mean(x, weight) for name, x in sums.items()}

@@ -64,7 +64,15 @@ class Actor(Node):
 
 
 class TrainState(Node):
-    """Everything that training changes: save it, and the run goes on as if it had not stopped."""
+    """Everything that training changes: save it, and the run goes on as if it had not stopped.
+
+    Example, its shapes:
+      >>> import jaxroll
+      >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=8, num_actors=2)
+      >>> state = jax.eval_shape(ppo.init, jax.random.key(0))
+      >>> state.shared.iteration.shape, state.actors.state.obs.shape
+      ((), (2, 4, 4))
+    """
 
     shared: Shared
     actors: Actor  # leaves [A, ...]
@@ -73,8 +81,27 @@ class TrainState(Node):
 class DistributedAgent(Node):
     """The base of every agent.
 
-    An algorithm gives `initial_optimizer_state`, `run` (what one actor does) and `update` (what the
-    learner does); `OnPolicyAgent` gives both and asks for a loss only.
+    An algorithm gives `init_optimizer`, `run` (what one actor does) and `update` (what the learner
+    does); `OnPolicyAgent` gives both and asks for a loss only.
+
+    `policy` is the `Policy` that all of these share: functions of params, which it does not hold. A
+    trained policy, with a state's params in it, is what `act(state)` gives, as a plain function;
+    `export` writes the same to a file.
+
+    Example, an agent that acts and counts but never learns:
+      >>> import jaxroll
+      >>> class Idle(DistributedAgent):
+      ...     def init_optimizer(self, params):
+      ...         return ()
+      ...
+      ...     def update(self, state, rollouts, *, axis_name=None, reduction="fast"):
+      ...         shared = state.shared.replace(iteration=state.shared.iteration + 1)
+      ...         across = {"axis_name": axis_name, "reduction": reduction}
+      ...         return state.replace(shared=shared), self.episode_metrics(rollouts, **across)
+      >>> idle = Idle.create("CartPole-v1", num_envs=4, num_steps=8, num_actors=2)
+      >>> state = jax.eval_shape(idle.init, jax.random.key(0))
+      >>> sorted(jax.eval_shape(idle.train_step, state)[1])
+      ['episode_length', 'episode_return', 'episodes', 'final_overflow']
     """
 
     name: ClassVar[str] = "agent"
@@ -131,7 +158,7 @@ class DistributedAgent(Node):
                     f"{sorted(given)} describe the default policy, but a policy was given. "
                     "Leave out one of the two."
                 )
-        networks.check_policy(policy, spaces.zeros(env.observation_space, (2,)), env.action_space)
+        agent._check_policy(policy)
         if agent.normalize_observations:
             policy = NormalizedPolicy(policy)
         return dataclasses.replace(agent, policy=policy)
@@ -151,6 +178,11 @@ class DistributedAgent(Node):
             shared_torso=self.shared_torso,
             squash=self.squash,
         )
+
+    def _check_policy(self, policy: Any) -> None:
+        """Raise if the policy does not fit spaces or algorithm; shapes only."""
+        obs = spaces.zeros(self.env.observation_space, (2,))
+        networks.check_policy(policy, obs, self.env.action_space)
 
     def _validate(self) -> None:
         """Raise if the sizes do not fit each other; called by `create` before anything is built."""
@@ -401,10 +433,14 @@ class DistributedAgent(Node):
     def episode_metrics(
         self, rollouts: Rollout, *, axis_name: Any, reduction: Any
     ) -> dict[str, Any]:
-        """Returns and lengths of the episodes that ended, and what did not fit."""
+        """Returns and lengths of the episodes that ended, what did not fit, what was no step."""
         overflow = None if rollouts.final is None else rollouts.final.overflow
-        episodes, overflow = sum_actors(
-            (rollouts.episodes, overflow), axis_name=axis_name, reduction=reduction
+        valid = rollouts.transition.valid
+        if valid is not None:
+            flags = valid.reshape(len(valid), -1).astype(jnp.float32)
+            valid = flags.sum(1), jnp.full(len(flags), flags.shape[1], jnp.float32)
+        episodes, overflow, valid = sum_actors(
+            (rollouts.episodes, overflow, valid), axis_name=axis_name, reduction=reduction
         )
         count = episodes.count.astype(jnp.float32)
         metrics = {
@@ -414,6 +450,8 @@ class DistributedAgent(Node):
         }
         if overflow is not None:
             metrics["final_overflow"] = Sum(overflow)
+        if valid is not None:
+            metrics["valid_fraction"] = Mean(*valid)
         return metrics
 
     # The shell.
@@ -442,9 +480,12 @@ class DistributedAgent(Node):
     ) -> dict[str, Any]:
         """Play whole episodes: mean `episode_return`, `episode_length`, and each episode's.
 
+        An episode that does not end (within 100,000 steps for each that its environment plays) is
+        counted in `num_unfinished` and warned of; the means are without it.
+
         Args:
           state: a TrainState.
-          num_episodes: exactly this many are played and counted.
+          num_episodes: exactly this many are played.
           seed: of the episodes.
           deterministic: act with the distribution's mode.
           env: another environment with the same spaces; None: the agent's own.
@@ -472,11 +513,22 @@ class DistributedAgent(Node):
         return export_policy(self, state, path, **options)
 
     def act(self, state: TrainState, *, deterministic: bool = True) -> Callable[..., Any]:
-        """The trained policy as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
+        """The trained policy taken out as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
+
+        Args:
+          state: a TrainState; its params, and the moments that normalise, become part of it.
+          deterministic: the distribution's mode; False: a sample, drawn from `key`.
 
         Returns:
           a function of observations [B, ...] that gives actions [B, ...]; for a recurrent policy
           (actions, carry).
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxroll
+          >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
+          >>> act = ppo.act(jax.jit(ppo.init)(jax.random.key(0)))
+          >>> act(jnp.zeros((2, 4))).shape
+          (2,)
         """
         params = self.acting_params(state.shared)
         policy, recurrent = self.policy, self.is_recurrent

@@ -10,17 +10,19 @@ with PPO's rollout and step size, at which all of 10 seeds solved CartPole-v1 wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxroll import losses, networks
+from jaxroll import losses, networks, spaces
 from jaxroll.agents.base import Shared
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
 from jaxroll.learners import clipped_adam, map_actors, minibatch_updates
+from jaxroll.reporting import metrics as metrics_lib
 from jaxroll.reporting.metrics import Mean, Sum
 from jaxroll.storages import DecoupledRolloutStorage
 from jaxroll.types import Array, Minibatch, PyTree
@@ -54,7 +56,9 @@ class DAAC(OnPolicyAgent):
     value_freq: int = static(1, "iterations between trainings of the value", ">= 1")
     learning_rate: Array = leaf(1e-3, "step size of the policy's optimiser", "> 0")
     value_learning_rate: Array = leaf(1e-3, "step size of the value's optimiser", "> 0")
-    clip_epsilon: Array = leaf(0.2, "how far the policy's ratio may move to gain", "> 0")
+    clip_epsilon: Array = leaf(
+        0.2, "how far the policy's ratio may move to gain; none: no bound", "> 0", none=float("inf")
+    )
     clip_value: bool = static(False, "clip the value's move by clip_epsilon too")
     advantage_coef: Array = leaf(0.25, "weight of the advantage's prediction", ">= 0")
     entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")
@@ -70,6 +74,21 @@ class DAAC(OnPolicyAgent):
             activation=self.activation,
             squash=self.squash,
         )
+
+    def _check_policy(self, policy: Any) -> None:
+        super()._check_policy(policy)
+        params = jax.eval_shape(
+            policy.init,
+            jax.eval_shape(lambda: jax.random.key(0)),
+            spaces.zeros(self.env.observation_space, (2,)),
+        )
+        parts = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        if parts != ["actor", "critic"]:
+            raise ValueError(
+                'DAAC needs a decoupled policy, whose params are {"actor": …, "critic": …}, got '
+                f"{parts}. Use policy=jaxroll.networks.make_decoupled_policy(observation_space, "
+                "action_space), or leave policy out."
+            )
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:
         """A `DecoupledRolloutStorage`, unless another was given."""
@@ -173,34 +192,36 @@ class DAAC(OnPolicyAgent):
         actor, actor_state, (metrics, report) = epochs(
             policy_rows, 0, self.num_epochs, self.loss, optimizer, "actor"
         )
-        value_rows = storages.value_rows()
-        critic, critic_state, (value_metrics, value_report) = epochs(
-            value_rows,
-            VALUE_FOLD,
-            self.value_epochs,
-            self.value_loss,
-            self.value_optimizer(shared),
-            "critic",
-        )
-        due = 1
-        if self.value_freq > 1:
-            due = (shared.iteration + 1) % self.value_freq == 0
-            critic, critic_state = jax.tree.map(
-                lambda new, old: jnp.where(due, new, old),
-                (critic, critic_state),
-                (params["critic"], opt_state["critic"]),
+        value_rows, value_optimizer = storages.value_rows(), self.value_optimizer(shared)
+
+        def train_value() -> tuple[PyTree, PyTree, dict[str, Any]]:
+            critic, critic_state, (metrics, report) = epochs(
+                value_rows,
+                VALUE_FOLD,
+                self.value_epochs,
+                self.value_loss,
+                value_optimizer,
+                "critic",
             )
-        policy_report, critic_report = gradient_metrics(report), gradient_metrics(value_report)
-        result = summed(metrics) | summed(value_metrics)
-        result |= {
-            "grad_norm": policy_report["grad_norm"],
-            "value_grad_norm": critic_report["grad_norm"],
-            # In the order of the params' leaves: actor, critic.
-            "nonfinite": Sum(
-                jnp.concatenate(
-                    [policy_report["nonfinite"].total, critic_report["nonfinite"].total]
-                )
-            ),
+            return critic, critic_state, summed(metrics) | gradient_metrics(report)
+
+        def leave_value() -> tuple[PyTree, PyTree, dict[str, Any]]:
+            shapes = jax.eval_shape(train_value)[2]
+            return params["critic"], opt_state["critic"], metrics_lib.zeros_like(shapes)
+
+        due = 1
+        if self.value_freq > 1:  # the same on every device, so that all or none take part
+            due = (shared.iteration + 1) % self.value_freq == 0
+            critic, critic_state, of_value = jax.lax.cond(due, train_value, leave_value)
+        else:
+            critic, critic_state, of_value = train_value()
+        of_policy = summed(metrics) | gradient_metrics(report)
+        # In the order of the params' leaves: actor, critic.
+        counts = [of_policy["nonfinite"].total, of_value["nonfinite"].total]
+        result = of_policy | {
+            "value_loss": of_value["value_loss"],
+            "value_grad_norm": of_value["grad_norm"],
+            "nonfinite": Sum(jnp.concatenate(counts)),
         }
         num_updates = (self.num_epochs + due * self.value_epochs) * self.num_mini_batch
         return (

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from typing import Any
 
+import jax
 import jax.core
 import numpy as np
 from flax import struct
@@ -34,7 +35,17 @@ def leaf(
       default: its value.
       help: one sentence.
       rule: one of "> 0", ">= 0", ">= 1", "in [0, 1]".
-      none: what None stands for, such as infinity; None: it may not be None.
+      none: what None stands for, such as infinity, which no other may be; None: it may not be
+        None.
+
+    Example:
+      >>> from jaxroll.types import Node
+      >>> class Rule(Node):
+      ...     step_size: float = leaf(0.1, "of each update", "> 0")
+      >>> hyperparameters_of(Rule)["step_size"].check(-1)
+      Traceback (most recent call last):
+        ...
+      ValueError: step_size must be > 0, got -1.0.
     """
     metadata = {"help": help, "rule": rule, "none": none, "static": False}
     return struct.field(default=default, metadata={"hyperparameter": metadata})
@@ -48,6 +59,13 @@ def static(default: Any, help: str, rule: str | None = None, choices: tuple[Any,
       help: one sentence.
       rule: as for `leaf`.
       choices: the allowed values, if they are few.
+
+    Example:
+      >>> from jaxroll.types import Node
+      >>> class Rule(Node):
+      ...     order: str = static("random", "of the rows", choices=("random", "given"))
+      >>> jax.tree.leaves(Rule()), hyperparameters_of(Rule)["order"].is_static
+      ([], True)
     """
     metadata = {"help": help, "rule": rule, "choices": choices, "static": True}
     return struct.field(pytree_node=False, default=default, metadata={"hyperparameter": metadata})
@@ -81,6 +99,7 @@ class Hyperparameter:
             if numbers.dtype.kind not in "fiu":
                 raise TypeError(f"{self.name} must be a number, got {value!r}.")
             self._check_rule(numbers)
+            self._check_finite(numbers)
         return value
 
     def _check_static(self, value: Any) -> Any:
@@ -100,6 +119,10 @@ class Hyperparameter:
             if value >= 2**31:  # what a size of an array, or a count on a device, can be
                 raise ValueError(f"{self.name} must be below 2**31, got {value}.")
         if self.rule is not None and value is not None:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{self.name} must be an integer or None, got {value!r}.")
             self._check_rule(np.asarray(value))
         return value
 
@@ -109,6 +132,12 @@ class Hyperparameter:
         if self.rule is not None and not _RULES[self.rule](value).all():
             shown = value.item() if value.ndim == 0 else value.tolist()
             raise ValueError(f"{self.name} must be {self.rule}, got {shown}.")
+
+    def _check_finite(self, value: np.ndarray) -> None:
+        infinite = np.isinf(value)
+        if infinite.any() and not (self.none is not None and np.isinf(self.none)):
+            shown = value.item() if value.ndim == 0 else value.tolist()
+            raise ValueError(f"{self.name} must be finite, got {shown}.")
 
 
 def hyperparameters_of(cls: type) -> dict[str, Hyperparameter]:

@@ -23,6 +23,7 @@ import optax
 
 from jaxroll import estimators, losses
 from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
+from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import Reduction, apply_gradient, clipped_rmsprop, gradient, map_actors
 from jaxroll.minibatches import divisors
@@ -66,9 +67,11 @@ class IMPALA(DistributedAgent):
     rmsprop_epsilon: Array = leaf(0.01, "ε of RMSprop", "> 0")
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
     entropy_coef: Array = leaf(0.1, "weight of the entropy bonus", ">= 0")
-    clip_rho: Array = leaf(1.0, "ρ̄ of V-trace", "> 0")
-    clip_c: Array = leaf(1.0, "c̄ of V-trace", "> 0")
-    clip_pg_rho: Array = leaf(1.0, "ρ̄ of the policy gradient", "> 0")
+    clip_rho: Array = leaf(1.0, "ρ̄ of V-trace; none: no bound", "> 0", none=float("inf"))
+    clip_c: Array = leaf(1.0, "c̄ of V-trace; none: no bound", "> 0", none=float("inf"))
+    clip_pg_rho: Array = leaf(
+        1.0, "ρ̄ of the policy gradient; none: no bound", "> 0", none=float("inf")
+    )
     trace_lambda: Array = leaf(1.0, "λ of V-trace", "in [0, 1]")
 
     def _validate(self) -> None:
@@ -214,14 +217,18 @@ class IMPALA(DistributedAgent):
         entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
         total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
         kl, _ = losses.approximate_kl(log_prob, step.log_prob, weights)
+        clipped = log_prob - step.log_prob > jnp.log(self.clip_rho)
         sums = {
             "loss": total,
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
             "approx_kl": kl,
+            "clip_fraction": losses.weighted_sum(clipped.astype(jnp.float32), weights)[0],
         }
-        return total, weight, {name: Mean(x, weight) for name, x in sums.items()}
+        explained = losses.explained_variance_sums(output.value, targets.returns, weights)
+        metrics = {name: Mean(x, weight) for name, x in sums.items()}
+        return total, weight, metrics | {"explained_variance": ExplainedVariance(explained)}
 
     def values(self, params: PyTree, batch: Unrolls) -> tuple[Any, Array, Array]:
         """(outputs [T, b], V(last observation) [b], V(final observation) [T, b]).

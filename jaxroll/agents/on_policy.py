@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 
 from jaxroll import estimators, losses
 from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, Shared, TrainState
+from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import (
     Reduction,
@@ -25,39 +25,27 @@ from jaxroll.learners import (
     sum_actors,
 )
 from jaxroll.minibatches import divisors
-from jaxroll.reporting.metrics import Last, Mean, Metric, Sum
+from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import RolloutStorage, Storage
-from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout, Targets
-
-
-class ExplainedVariance(Metric):
-    """1 − Var(returns − values) / Var(returns), of all rows that were merged."""
-
-    sums: losses.ExplainedVarianceSums
-
-    def merge(self, other: Any) -> Any:
-        """The moments of both, added."""
-        return ExplainedVariance(jax.tree.map(jnp.add, self.sums, other.sums))
-
-    def identity(self) -> Any:
-        """No rows."""
-        return ExplainedVariance(jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), self.sums))
-
-    def all_reduce(self, axis_name: Any) -> Any:
-        """The moments over the axis."""
-        return jax.lax.psum(self, axis_name)
-
-    def result(self) -> np.ndarray:
-        """The number; NaN where the returns do not vary."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            s = jax.tree.map(lambda x: np.asarray(x, np.float64), self.sums)
-            spread = s.returns_squared / s.weight - (s.returns / s.weight) ** 2
-            left = s.errors_squared / s.weight - (s.errors / s.weight) ** 2
-            return np.where(spread > 0, 1 - left / spread, np.nan)
+from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout
 
 
 class OnPolicyAgent(DistributedAgent):
-    """An agent that learns from its newest rollout only; subclass it and give `loss`."""
+    """An agent that learns from its newest rollout only; subclass it and give `loss`.
+
+    Example, the plain policy gradient:
+      >>> class Plain(OnPolicyAgent):
+      ...     def loss(self, params, batch):
+      ...         log_prob = self.outputs(params, batch).distribution.log_prob(
+      ...             batch.transition.action)
+      ...         loss, weight = losses.policy_gradient_loss(
+      ...             log_prob, self.advantages(batch), batch.weights)
+      ...         return loss, weight, {"loss": Mean(loss, weight)}
+      >>> plain = Plain.create("CartPole-v1", num_envs=4, num_steps=8)
+      >>> state = jax.eval_shape(plain.init, jax.random.key(0))
+      >>> "loss" in jax.eval_shape(plain.train_step, state)[1]
+      True
+    """
 
     storage: Any = struct.field(pytree_node=False, default=None)
 
@@ -70,7 +58,7 @@ class OnPolicyAgent(DistributedAgent):
         choices=("minibatch", "rollout", None),
     )
     sequence_length: int | None = static(
-        None, "steps of a training sequence of a recurrent policy; none: the whole rollout"
+        None, "steps of a training sequence of a recurrent policy; none: the whole rollout", ">= 1"
     )
     adam_epsilon: Array = leaf(1e-5, "ε of Adam", "> 0")
 
@@ -92,14 +80,13 @@ class OnPolicyAgent(DistributedAgent):
         super()._validate()
         per_actor = self.envs_per_actor * self.num_steps
         what = f"envs per actor * num_steps = {self.envs_per_actor} * {self.num_steps}"
-        recurrent = self.network in ("lstm", "gru")
-        if recurrent:
-            length = self.sequence_length or self.num_steps
-            if self.num_steps % length:
-                raise ValueError(
-                    f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use "
-                    f"one of {divisors(self.num_steps)}."
-                )
+        length = self.sequence_length or self.num_steps
+        if self.num_steps % length:
+            raise ValueError(
+                f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use one "
+                f"of {divisors(self.num_steps)}."
+            )
+        if self.network in ("lstm", "gru"):
             per_actor = per_actor // length
             what = f"sequences per actor = {self.envs_per_actor} * {self.num_steps} / {length}"
         elif self.sequence_length is not None and self.policy is None:
@@ -171,17 +158,11 @@ class OnPolicyAgent(DistributedAgent):
         storage = self.make_storage(example, carry)
         storage = storage.insert_data_slice(rollout.transition, rollout.initial_carry)
         storage = storage.before_gradients(rollout.last_value)
-        if self.normalize_advantage == "rollout":
+        if self.normalize_advantage == "rollout":  # of all streams together, as the loss adds them
             contents = storage.contents()
-            storage = storage.replace(
-                targets=Targets(
-                    advantages=jax.tree.map(
-                        lambda x: estimators.normalize(x, contents.weights),
-                        contents.targets.advantages,
-                    ),
-                    returns=contents.targets.returns,
-                )
-            )
+            advantages = jnp.asarray(sum(jax.tree.leaves(contents.targets.advantages)))
+            advantages = estimators.normalize(advantages, contents.weights)
+            storage = storage.replace(targets=contents.targets.replace(advantages=advantages))
         return storage
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:

@@ -42,7 +42,9 @@ class PPO(OnPolicyAgent):
     learning_rate: Array = leaf(1e-3, "step size of the optimiser", "> 0")
     num_epochs: int = static(4, "passes over each rollout", ">= 1")
     num_mini_batch: int = static(4, "minibatches per pass", ">= 1")
-    clip_epsilon: Array = leaf(0.2, "how far the policy's ratio may move to gain", "> 0")
+    clip_epsilon: Array = leaf(
+        0.2, "how far the policy's ratio may move to gain; none: no bound", "> 0", none=float("inf")
+    )
     clip_value: bool = static(False, "clip the value's move by clip_epsilon too")
     value_coef: Array = leaf(0.5, "weight of the value loss", ">= 0")
     entropy_coef: Array = leaf(0.01, "weight of the entropy bonus", ">= 0")

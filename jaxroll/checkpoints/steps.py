@@ -144,8 +144,10 @@ def find(directory: Path) -> Path:
 
     The latter is what a kill between a manifest's writing and the directory's renaming leaves.
     """
+    if directory.exists():  # "." too, which has no name to add to
+        return directory
     saving = directory.with_name(directory.name + SAVING)
-    return saving if not directory.exists() and (saving / manifest.NAME).is_file() else directory
+    return saving if (saving / manifest.NAME).is_file() else directory
 
 
 def metadata_of(body: dict[str, Any]) -> dict[str, Any]:

@@ -181,6 +181,16 @@ def evaluate_host(
 
     Returns:
       `EvaluationResult` with numpy arrays.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> from jaxroll.networks import make_policy
+      >>> spec = make_env("gymnasium:CartPole-v1")
+      >>> policy = make_policy(spec.observation_space, spec.action_space)
+      >>> params = policy.init(jax.random.key(0), jnp.zeros((1, 4)))
+      >>> result = evaluate_host(spec, policy, params, jax.random.key(1), num_episodes=3)
+      >>> result.episode_length.shape, int(result.num_unfinished)
+      ((3,), 0)
     """
     if isinstance(env, HostEnvSpec):
         with env.make(_plan(num_episodes, num_envs)[0]) as opened:

@@ -30,6 +30,25 @@ class Env(Protocol):
     It may have a third method, `draw(key)`: what a step needs that depends on its key only, such as
     the start of the next episode. `step` takes the result in the key's place, so that a collector
     draws for many steps at once; see `Draws`.
+
+    Example, a coin to be guessed, whose episodes are one step long:
+      >>> from jaxroll import spaces
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Coin:
+      ...     observation_space = spaces.Box.create(0, 1, (1,))
+      ...     action_space = spaces.Discrete(2)
+      ...
+      ...     def reset(self, key):
+      ...         return (), jnp.zeros(1)
+      ...
+      ...     def step(self, key, state, action):
+      ...         reward = (jax.random.bernoulli(key) == action).astype(jnp.float32)
+      ...         ended, obs = jnp.bool_(True), jnp.zeros(1)
+      ...         return (), TimeStep(obs, reward, ended, ~ended, final_obs=obs)
+      >>> env: Env = Coin()
+      >>> state, obs = env.reset(jax.random.key(0))
+      >>> env.step(jax.random.key(1), state, jnp.int32(1))[1].reward.shape
+      ()
     """
 
     @property

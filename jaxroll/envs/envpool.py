@@ -45,6 +45,12 @@ class EnvpoolSpec(HostEnvSpec):
     out_of_range: OutOfRange = "clip"
 
     @property
+    def arguments(self) -> tuple[str, dict[str, Any]]:
+        """(name, options) with which `make_env` makes it."""
+        own = {"out_of_range": self.out_of_range}
+        return f"envpool:{self.name}", {**own, **self.options.as_dict()}
+
+    @property
     def observation_space(self) -> spaces.Space:
         """Of one environment."""
         return _spaces(self)[0]

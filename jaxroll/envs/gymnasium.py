@@ -263,6 +263,15 @@ class GymnasiumSpec(HostEnvSpec):
     out_of_range: OutOfRange = "clip"
 
     @property
+    def arguments(self) -> tuple[str, dict[str, Any]] | None:
+        """(name, options) with which `make_env` makes it; None: a function does."""
+        if self.function is not None:
+            return None
+        names = ("vectorization_mode", "autoreset_mode", "out_of_range")
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return f"gymnasium:{self.name}", {**own, **self.options.as_dict()}
+
+    @property
     def observation_space(self) -> spaces.Space:
         """Of one environment."""
         return _spaces(self)[0]

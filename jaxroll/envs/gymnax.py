@@ -82,6 +82,13 @@ class GymnaxEnv:
     instance: Any = dataclasses.field(default=None, repr=False)  # the one at hand, if any
 
     @property
+    def arguments(self) -> tuple[str, dict[str, Any]] | None:
+        """(name, options) with which `make_env` makes it; None: it is one at hand."""
+        if self.instance is not None:
+            return None
+        return self.name, {**self.options.as_dict(), **self.params.as_dict()}
+
+    @property
     def observation_space(self) -> spaces.Space:
         """gymnax's, with the dtype that the observations really have."""
         return _spaces(self)[0]

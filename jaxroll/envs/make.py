@@ -1,6 +1,7 @@
 """Environments by name: `make_env("CartPole-v1")`, `make_env("gymnasium:CartPole-v1")`.
 
-A source is one file with a `Source`; `register_source` adds it, here or in a user's own package.
+A source is one file with a `Source`; `register_source` adds it, here or in a user's own package. If
+its environments have `arguments`, the (name, options) for `make_env`, a run's config can name them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ _registered: dict[str, Source] = {}
 
 
 def register_source(source: Source) -> None:
-    """Let `make_env` know the environments of a source, under its prefix."""
+    """Let `make_env` know the environments of a source, under its prefix.
+
+    Example:
+      >>> register_source(Source("toys", package="jax", extra=None, names=lambda: ["Dice"],
+      ...                        make=lambda name, **options: (name, options)))
+      >>> make_env("toys:Dice", sides=6)
+      ('Dice', {'sides': 6})
+    """
     _registered[source.prefix] = source
 
 

@@ -135,6 +135,12 @@ class FlattenObservation(_SameKey):
 
     Discrete observations become one-hot. A dict's "action_mask" is no observation: it stays, beside
     the vector, which is then called "observation".
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = make_env("Breakout-MinAtar")
+      >>> env.observation_space.shape, FlattenObservation(env).observation_space.shape
+      ((10, 10, 4), (400,))
     """
 
     @property
@@ -190,6 +196,11 @@ class FrameStack(_SameKey):
 
     An episode starts with its first observation in every place. Images [H, W, C] become
     [H, W, C · num_frames]; vectors [D] become [D · num_frames].
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> FrameStack(make_env("CartPole-v1"), num_frames=3).observation_space.shape
+      (12,)
     """
 
     num_frames: int
@@ -234,6 +245,12 @@ class ClipAction(_SameKey):
     """Any action is accepted; the environment receives the nearest within its bounds.
 
     The policy's own action is what is stored, so that its log-probability stays right.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> env = make_env("Pendulum-v1")
+      >>> env.action_space.is_bounded, ClipAction(env).action_space.is_bounded
+      (True, False)
     """
 
     @property

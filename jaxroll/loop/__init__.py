@@ -1,6 +1,6 @@
 """The imperative shell around pure agents: dispatch, evaluation, checkpoints, logs, signals."""
 
-from jaxroll.loop.evaluation import evaluate
+from jaxroll.loop.evaluation import episode_means, evaluate
 from jaxroll.loop.states import best_checkpoint, describe, load, save
 from jaxroll.loop.training import Event, NonFiniteError, train
 
@@ -9,6 +9,7 @@ __all__ = [
     "NonFiniteError",
     "best_checkpoint",
     "describe",
+    "episode_means",
     "evaluate",
     "load",
     "save",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import collectors, parallel
+from jaxroll.envs.base import HostEnv, HostEnvSpec
+from jaxroll.loop.options import check_eval_env
 
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1
@@ -26,10 +29,8 @@ def evaluation_columns(
     members = getattr(agent, "seeds", None)
     keys = key(seed) if members is None else jax.vmap(key)(members)
     result = evaluate_with_key(agent, state, keys, num_episodes, True, env)
-    return {
-        "eval_episode_return": result["episode_return"],
-        "eval_episode_length": result["episode_length"],
-    }
+    names = ("episode_return", "episode_length", "num_unfinished")
+    return {f"eval_{name}": result[name] for name in names}
 
 
 def evaluate(
@@ -42,6 +43,7 @@ def evaluate(
     env: Any = None,
 ) -> dict[str, Any]:
     """Play whole episodes; see `DistributedAgent.eval`."""
+    check_eval_env(agent, env, "env")
     key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
     members = getattr(agent, "members", None)
     if members is not None:
@@ -52,30 +54,52 @@ def evaluate(
 def evaluate_with_key(
     agent: Any, state: Any, key: jax.Array, num_episodes: int, deterministic: bool, env: Any
 ) -> dict[str, Any]:
-    """Mean and each of the returns and lengths of `num_episodes` whole episodes.
+    """Means and each of the returns and lengths of `num_episodes` whole episodes.
 
-    With a key for each member of a sweep, [N], so are the results.
+    With a key for each member of a sweep, [N], so are the results. The return of an episode that
+    did not end is NaN, and the means are without it.
     """
     env = agent.env if env is None else env
     params = parallel.local(agent.acting_params(state.shared))
-    if agent.is_host:
-        result = collectors.evaluate_host(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
+    options = {"num_episodes": num_episodes, "deterministic": deterministic}
+    if isinstance(env, HostEnv | HostEnvSpec):
+        result = _evaluate_on_host(env, agent.policy, params, key, **options)
     else:
         play = _evaluate_members if key.ndim else _evaluate
-        result = play(
-            env, agent.policy, params, key, num_episodes=num_episodes, deterministic=deterministic
-        )
-    returns = np.asarray(result.episode_return)
+        result = play(env, agent.policy, params, key, **options)
+    is_complete = np.asarray(result.is_complete)
+    returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
     lengths = np.asarray(result.episode_length)
+    if not is_complete.all():
+        warnings.warn(
+            f"{is_complete.size - is_complete.sum()} of {is_complete.size} episodes did not end, "
+            "or never began behind one that did not; the means are without them. Give the "
+            "environment a time limit.",
+            stacklevel=3,
+        )
     return {
-        "episode_return": returns.mean(-1).tolist(),
-        "episode_return_std": returns.std(-1).tolist(),
-        "episode_length": lengths.mean(-1).tolist(),
+        **episode_means(returns, lengths, is_complete),
         "episode_returns": returns,
         "episode_lengths": lengths,
+        "is_complete": is_complete,
         "num_episodes": int(num_episodes),
+    }
+
+
+def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any]:
+    """Over the complete episodes of the last axis; NaN where there is none."""
+    count = is_complete.sum(-1, keepdims=True)
+
+    def mean(x: Any) -> Any:
+        total = np.sum(x, -1, keepdims=True, where=is_complete)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    center = mean(returns)
+    return {
+        "episode_return": center[..., 0].tolist(),
+        "episode_return_std": np.sqrt(mean(np.square(returns - center)))[..., 0].tolist(),
+        "episode_length": mean(lengths)[..., 0].tolist(),
+        "num_unfinished": (~is_complete).sum(-1).tolist(),
     }
 
 
@@ -89,3 +113,12 @@ _evaluate = functools.partial(
 )
 def _evaluate_members(env: Any, policy: Any, params: Any, keys: Any, **options: Any) -> Any:
     return jax.vmap(lambda p, k: collectors.evaluate(env, policy, p, k, **options))(params, keys)
+
+
+def _evaluate_on_host(env: Any, policy: Any, params: Any, key: Any, **options: Any) -> Any:
+    """As `_evaluate`, or as `_evaluate_members` one member after the other."""
+    if not key.ndim:
+        return collectors.evaluate_host(env, policy, params, key, **options)
+    members = [jax.tree.map(lambda x, i=i: x[i], (params, key)) for i in range(len(key))]
+    results = [collectors.evaluate_host(env, policy, *member, **options) for member in members]
+    return jax.tree.map(lambda *x: np.stack(x), *results)

@@ -13,7 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
+from jaxroll.envs.base import HostEnvSpec
 from jaxroll.reporting import make_loggers
+from jaxroll.spaces import shows_alike
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
 
@@ -65,6 +67,11 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
         raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
     if options["resume"] and state is not None:
         raise ValueError("give either resume=True or state, not both.")
+    if state is not None and options["init_model_path"] is not None:
+        raise ValueError(
+            "give either state, which holds a policy, or init_model_path, not both. To put another "
+            "policy into a state: state.replace(shared=state.shared.replace(params=…))."
+        )
     if state is not None and not (hasattr(state, "shared") and hasattr(state, "actors")):
         raise TypeError(
             f"state must be a TrainState, as agent.init, train and load give it; got a "
@@ -74,7 +81,7 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
         raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
     if config is not None:  # not hours later, by the first save
         manifest.to_json("config", config)
-    _check_eval_env(agent, options["eval_env"])
+    check_eval_env(agent, options["eval_env"], "eval_env")
 
 
 def check_budget(agent: Any, num_train_steps: int) -> None:
@@ -85,6 +92,32 @@ def check_budget(agent: Any, num_train_steps: int) -> None:
             f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
             "use a smaller num_storages."
         )
+
+
+def check_eval_env(agent: Any, env: Any, argument: str) -> None:
+    """Raise if the agent's policy cannot act in an environment, of whichever kind it is.
+
+    Args:
+      agent: whose spaces it must have.
+      env: an `Env`, a `HostEnvSpec` or open host environments; None: the agent's own.
+      argument: how to call it in an error.
+    """
+    if env is None:
+        return
+    needed = ["observation_space", "action_space"]
+    needed += ["make"] if isinstance(env, HostEnvSpec) else ["reset", "step"]
+    if isinstance(env, type) or not all(hasattr(env, name) for name in needed):
+        raise TypeError(
+            f"{argument} must be an environment, got {env!r}. Use {argument}=jaxroll.make_env(…)."
+        )
+    wanted, got = agent.env.observation_space, env.observation_space
+    if not shows_alike(wanted, got):
+        raise ValueError(
+            f"{argument} must have the agent's observation_space, {wanted}; got {got}."
+        )
+    wanted, got = agent.env.action_space, env.action_space
+    if wanted != got:
+        raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
@@ -210,16 +243,3 @@ def _check_number(name: str, value: Any, *, at_least: int | None = None) -> None
     if at_least is not None and value < at_least:
         unit = " environment step" if name.endswith("interval") else ""
         raise ValueError(f"{name} must be at least {at_least}{unit}, got {value}.")
-
-
-def _check_eval_env(agent: Any, env: Any) -> None:
-    if env is None:
-        return
-    for name in ("observation_space", "action_space"):
-        if not hasattr(env, name):
-            raise TypeError(
-                f"eval_env must be an environment, got {env!r}. Use eval_env=jaxroll.make_env(…)."
-            )
-        wanted, got = getattr(agent.env, name), getattr(env, name)
-        if wanted != got:
-            raise ValueError(f"eval_env must have the agent's {name}, {wanted}; got {got}.")

@@ -60,6 +60,11 @@ def _init(agent: Any, key: jax.Array) -> PyTree:
     return agent.init(key)
 
 
+@jax.jit
+def _init_shared(agent: Any, key: jax.Array) -> PyTree:
+    return agent.init_shared(key)
+
+
 def carry_specs(agent: Any) -> Any:
     """Where each part of a carry lives on a mesh: actors spread, the rest on every device."""
     return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}
@@ -247,7 +252,7 @@ class HostProgram:
             self.agent.wrap_actor(collector.init(keys[a]))
             for a, collector in enumerate(self.collectors)
         ]
-        shared = jax.jit(lambda agent, key: agent.init_shared(key))(self.agent, params_key)
+        shared = _init_shared(self.agent, params_key)
         state = self.agent.assemble(shared, _stack(actors), self._rollout_shapes)
         for _ in range(self.agent.num_prefills):
             state, rollouts = self._collect(state)

@@ -14,7 +14,7 @@ class Schedule:
     Args:
       agent: says how many environment steps an iteration has.
       log_interval: environment steps between rows; all intervals are rounded up to iterations.
-      eval_interval: those between evaluations, which belong to rows; None: none.
+      eval_interval: those between evaluations, each of which has a row; None: none.
       checkpoint_interval: those between checkpoints; None: they do not go by steps.
     """
 
@@ -28,9 +28,7 @@ class Schedule:
         self.agent = agent
         self.log_every = self._iterations("log_interval", log_interval)
         self.save_every = self._iterations("checkpoint_interval", checkpoint_interval)
-        every = self._iterations("eval_interval", eval_interval)
-        # An evaluation belongs to a row.
-        self.eval_every = every and -(-every // self.log_every) * self.log_every
+        self.eval_every = self._iterations("eval_interval", eval_interval)
 
     def _iterations(self, name: str, steps: int | None) -> Any:
         if steps is None:
@@ -50,7 +48,7 @@ class Schedule:
 
     def is_log(self, iteration: int) -> bool:
         """Whether a row ends here."""
-        return iteration % self.log_every == 0
+        return iteration % self.log_every == 0 or self.is_eval(iteration)
 
     def is_eval(self, iteration: int) -> bool:
         """Whether the row that ends here has an evaluation."""
@@ -62,8 +60,8 @@ class Schedule:
 
     def until_next(self, iteration: int) -> int:
         """Iterations until something has to happen."""
-        every = [self.log_every] + ([self.save_every] if self.save_every else [])
-        return min(n - iteration % n for n in every)
+        every = (self.log_every, self.eval_every, self.save_every)
+        return min(n - iteration % n for n in every if n)
 
 
 def next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: Schedule) -> int:

@@ -63,13 +63,26 @@ def _checkpoints_in(path: str | Path) -> Path:
     return steps if steps.is_dir() else Path(path)
 
 
-def params_of(agent: Any, path: str | Path) -> Any:
-    """The params in a run or a saved state; read before anything is compiled or written."""
+def policy_of(agent: Any, path: str | Path) -> dict[str, Any]:
+    """`params` and `moments` in a run or a saved state; read before anything is compiled."""
     if not Path(path).exists():
         raise FileNotFoundError(
             f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
     init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
-    like = jax.eval_shape(init, key).params
-    return load_pytree(_checkpoints_in(path), like, subtree="state/shared/params")[0]
+    like = jax.eval_shape(init, key)
+    source = _checkpoints_in(path)
+    params, saved = load_pytree(source, like.params, subtree="state/shared/params")
+    normalizes = like.moments is not None
+    was = saved.get("hyperparameters", {}).get("normalize_observations", normalizes)
+    if was != normalizes:
+        raise ValueError(
+            f"the policy of init_model_path = {path} was trained with normalize_observations="
+            f"{was}, so it would see other observations with {normalizes}. Create the agent with "
+            f"normalize_observations={was}."
+        )
+    if not normalizes:
+        return {"params": params}
+    moments, _ = load_pytree(source, like.moments, subtree="state/shared/moments")
+    return {"params": params, "moments": moments}

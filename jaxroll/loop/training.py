@@ -33,7 +33,7 @@ from jaxroll.loop.options import (
 from jaxroll.loop.programs import check_traces, make_program
 from jaxroll.loop.schedule import Schedule, next_pace
 from jaxroll.loop.signals import Interrupts
-from jaxroll.loop.states import BEST_KEY, describe, params_of
+from jaxroll.loop.states import BEST_KEY, describe, policy_of
 from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
 
 # Between checkpoints, where no interval of steps is given: what a kill may cost.
@@ -89,9 +89,12 @@ def train(
 
     Args:
       agent: a DistributedAgent.
-      num_train_steps: of the whole run; what was done before a resume counts.
+      num_train_steps: of the whole run; what was done before a resume counts. A step is a row of a
+        rollout: where host environments reset on the next step, rows that only reset count too,
+        and `valid_fraction` tells how many did not.
       seed: everything random follows from it.
-      state: a TrainState to start from; it is copied, not destroyed.
+      state: a TrainState to start from; it is copied, not destroyed. Host environments cannot be
+        set back to it: they start new episodes, seeded from the actors' keys.
       mesh: from `jaxroll.parallel.make_mesh`; None: one device.
       reduction: "fast", or "exact": bitwise the same on any mesh.
       num_learners: must be the mesh's size, for every device learns; better left out.
@@ -103,15 +106,18 @@ def train(
       keep_best: how many of the best by `eval_episode_return` stay beside them; each evaluation is
         then saved.
       resume: go on from the newest intact checkpoint in `checkpoint_dir`.
-      init_model_path: take only the params from this checkpoint; not read where a checkpoint of the
-        run itself is there to resume from.
+      init_model_path: take only the policy from this checkpoint: its params, and the moments
+        that normalise its observations; not read where a checkpoint of the run itself is there to
+        resume from.
       callbacks: called with an `Event` after each row; a true result stops the run, on any process
         all of them.
       loggers: names ("csv", "tensorboard") or functions of a row.
       log_interval: environment steps between rows (rounded up to whole iterations).
-      eval_interval: environment steps between evaluations; None: none.
+      eval_interval: environment steps between evaluations (rounded up alike); None: none. Each
+        comes with a row, also where `log_interval` has none; a row tells of what came after the
+        one before it.
       num_eval_episodes: whole episodes for each evaluation.
-      eval_env: evaluate on this environment instead of the agent's.
+      eval_env: evaluate on this environment instead of the agent's; on the device or on the host.
       target_return: stop when an evaluation (without evaluations: a row) reaches this return.
       time_budget: stop after so many seconds.
       nonfinite: at a gradient that is not finite, "stop" with `NonFiniteError` or "skip" it; it is
@@ -149,9 +155,9 @@ def train(
         mode=progress,  # pyright: ignore[reportArgumentType]
         enabled=is_primary,
     )
-    params = None
+    policy: dict[str, Any] = {}
     if init_model_path is not None and not (resume and has_steps(_steps_in(checkpoint_dir))):
-        params = params_of(agent, init_model_path)
+        policy = policy_of(agent, init_model_path)
     history = History()
     members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
@@ -180,7 +186,7 @@ def train(
         began = time.monotonic()
         source = checkpointer if restores else None
         metadata = {**describe(agent), "seed": seed, **(config or {})}
-        begun = _begin(program, source, state, params, metadata)
+        begun = _begin(program, source, state, policy, metadata)
         carry, iteration, elapsed, cut_episodes = begun
         if cut_episodes:
             shown.message(f"{cut_episodes} running episodes of host environments were truncated")
@@ -335,16 +341,15 @@ def _claim(
 
 
 def _begin(
-    program: Any, source: Checkpointer | None, state: Any, params: Any, now: dict[str, Any]
+    program: Any, source: Checkpointer | None, state: Any, policy: dict, now: dict[str, Any]
 ) -> tuple[Any, int, float, int]:
     """(carry, iteration, seconds before, episodes cut): new, from a state, or from a source."""
     if state is not None:
-        state = program.place(jax.tree.map(jnp.copy, state))
-        return program.start(state), _iteration(state), 0.0, 0
+        state, cut = program.resume(program.place(jax.tree.map(jnp.copy, state)))
+        return program.start(state), _iteration(state), 0.0, cut
     fresh = program.init(now["seed"])
-    if params is not None and source is None:
-        shared = fresh.shared.replace(params=params)
-        fresh = program.place(fresh.replace(shared=shared))
+    if policy and source is None:
+        fresh = program.place(fresh.replace(shared=fresh.shared.replace(**policy)))
     carry = program.start(fresh)
     if source is None:
         return carry, _iteration(fresh), 0.0, 0

@@ -31,6 +31,16 @@ class Storage(Node, abc.ABC):
     A storage of your own fulfils `create`, `add`, `insert_data_slice`, `before_gradients`, `plan`,
     `minibatch`, `contents`, `update`, `check` and `fill`; the rest follows. List the names of
     changeable hyperparameters in `parameters`.
+
+    Example, what any storage can do because it is one:
+      >>> from jaxroll import RolloutStorage, Transition
+      >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
+      ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
+      >>> storage = RolloutStorage.create(step, num_steps=4)
+      >>> isinstance(storage, Storage), storage.parameters
+      (True, ('discount', 'gae_lambda', 'episodic'))
+      >>> storage.insert_transition(step).get_all_buffer_data(data_to_cpu=True).weights.sum()
+      np.float32(2.0)
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
@@ -102,6 +112,8 @@ class Storage(Node, abc.ABC):
     def create_factory(cls, **options: Any) -> Callable[[Any], Self]:
         """A function from one sample to a storage, with everything else decided now.
 
+        Two with equal options are equal, so that agents made alike share one compilation.
+
         Example:
           >>> from jaxroll import RolloutStorage, Transition
           >>> make = RolloutStorage.create_factory(num_steps=16, discount=0.9)
@@ -121,7 +133,7 @@ class Storage(Node, abc.ABC):
         for name in options:
             if name not in known:
                 raise TypeError(unknown_name("option", name, known, cls.__name__))
-        return functools.partial(cls.create, **options)
+        return StorageFactory(cls, options)
 
     def insert_transition(self, sample: Any) -> Self:
         """Another name of `add`."""
@@ -230,6 +242,41 @@ class Storage(Node, abc.ABC):
                 shown = str(np.asarray(x)) if x.dtype == np.bool_ else f"{np.asarray(x).item():.6g}"
             lines.append(f"  {name}: {shown}")
         return "\n".join(lines) + ")"
+
+
+class StorageFactory:
+    """What `create_factory` gives; compares by the storage's class and the options' values."""
+
+    def __init__(self, kind: type[Storage], options: dict[str, Any]):
+        self._kind, self._options = kind, options
+        leaves, structure = jax.tree.flatten(options)
+        self._identity = kind, structure, tuple(map(_identity, leaves))
+
+    def __call__(self, example: Any) -> Any:
+        """The storage for samples like this one, leaves [B, ...]."""
+        return self._kind.create(example, **self._options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorageFactory) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+        return f"{self._kind.__name__}.create_factory({options})"
+
+
+def _identity(option: Any) -> Any:
+    """Something hashable that is equal for equal options, arrays included."""
+    if isinstance(option, np.ndarray | np.generic | jax.Array) and _has_data(option):
+        array = np.asarray(option)
+        return array.shape, array.dtype.str, array.tobytes()
+    try:
+        hash(option)
+    except TypeError:
+        return id(option)
+    return type(option), option
 
 
 class Batches:

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxroll.estimators import normalize
+from jaxroll.reporting.metrics import compute
 from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
 from tests.tiers import plain
 
@@ -187,9 +188,13 @@ def test_daac_updates_equal_ones_written_by_hand_and_keep_apart():
 
 def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
     agent = small("daac", DRIFT, value_freq=2)
-    states = [init(agent, jax.random.key(0))]
+    states, rows = [init(agent, jax.random.key(0))], []
     for _ in range(3):
-        states.append(train_step(agent, states[-1])[0])
+        state, metrics = train_step(agent, states[-1])
+        states.append(state)
+        rows.append(compute(metrics))
+    for name in ("value_loss", "value_grad_norm"):
+        assert [name in row for row in rows] == [False, True, False]
     for i, (before, after) in enumerate(itertools.pairwise(states)):
         for part, moves in (("actor", True), ("critic", i % 2 == 1)):
             same = [
@@ -208,68 +213,131 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
         assert after.shared.version - before.shared.version == policy_steps + value_steps
 
 
+def test_daac_does_not_compute_values_that_it_does_not_train():
+    """Where the critic's gradient would not be finite, it is not counted before its turn."""
+    agent = small("daac", DRIFT, value_freq=2, num_epochs=1)
+    state, rollouts = rollout_of(agent)
+    step = rollouts.transition
+    bad = rollouts.replace(transition=step.replace(value=step.value.at[0, 0, 0].set(jnp.inf)))
+    counts = []
+    for iteration in (0, 1):
+        shared = state.shared.replace(iteration=jnp.int32(iteration))
+        _, metrics = update(agent, state.replace(shared=shared), bad)
+        split = len(jax.tree.leaves(state.shared.params["actor"]))
+        counts.append(int(metrics["nonfinite"].total[split:].sum()))
+    assert counts[0] == 0
+    assert counts[1] > 0
+    always = small("daac", DRIFT, value_freq=1, num_epochs=1)
+    branches = [
+        update.lower(one, state, rollouts).as_text().count("stablehlo.case")
+        for one in (always, agent)
+    ]
+    assert branches[1] == branches[0] + 1
+
+
+def stored_batch(agent, state, rollouts):
+    """What the learner of IMPALA samples after one rollout."""
+    stored = agent.absorb(state, rollouts)
+    slots = jax.tree.map(lambda x: x[0], stored.actors.slots)
+    return agent._ring(slots, stored.shared.ring).sample()
+
+
+def moved(params, size=0.3):
+    """Params that are no longer those that acted."""
+    return jax.tree.map(lambda x: x + size * jax.random.normal(jax.random.key(3), x.shape), params)
+
+
+def unrolled(agent, params, batch):
+    """[T, b] values, log-probabilities of all actions and values of all successors, by a loop."""
+    apply, value = jax.jit(agent.policy.apply), jax.jit(agent.policy.value)
+    step, carry = batch.transition, batch.initial_carry
+    values, logits, following = [], [], []
+    no = jnp.zeros(step.reward.shape[1], bool)
+    for t in range(agent.num_steps):
+        carry, out = apply(params, carry, step.obs[t], step.is_first[t])
+        values.append(out.value)
+        logits.append(jax.nn.log_softmax(out.distribution.logits))
+        # Every successor, valued with the carry that stands there.
+        following.append(value(params, carry, Drift.successor(step.obs[t]), no))
+    last = value(params, carry, batch.last_obs, batch.last_is_first)
+    return jnp.stack(values), jnp.stack(logits), jnp.stack(following), last
+
+
+def taken(logits, action):
+    return jnp.take_along_axis(logits, action[..., None], 2)[..., 0]
+
+
+def numpy_vtrace(agent, batch, values, logits, following, last):
+    """(targets, advantages, ρ) in float64, for λ = 1 and equal bounds of 1."""
+    step = batch.transition
+    log_prob = np.asarray(taken(logits, step.action))
+    rho = np.minimum(1, np.exp(log_prob - np.asarray(step.log_prob)).astype(np.float64))
+    cut = np.asarray(step.truncated & ~step.terminated)
+    onward, targets = np.asarray(last, np.float64), []
+    values, following = np.asarray(values, np.float64), np.asarray(following, np.float64)
+    for t in reversed(range(agent.num_steps)):
+        onward = np.where(cut[t], following[t], onward)
+        onward = np.where(step.terminated[t], 0, onward)
+        advantage = np.asarray(step.reward[t]) + float(agent.discount) * onward - values[t]
+        onward = values[t] + rho[t] * advantage
+        targets.insert(0, onward)
+    return np.stack(targets), np.stack(targets) - values, rho
+
+
 @pytest.mark.parametrize("network", plain(["mlp", "lstm"], ["lstm"]))
 def test_impala_targets_of_changed_params_come_from_the_full_final_observations(network):
     agent = small(
         "impala", DRIFT, network=network, num_steps=8, final_rows=8, batch_size=4, num_storages=4
     )
     state, rollouts = rollout_of(agent)
-    before = agent.absorb(state, rollouts)
-    slots = jax.tree.map(lambda x: x[0], before.actors.slots)
-    batch = agent._ring(slots, before.shared.ring).sample()
+    batch = stored_batch(agent, state, rollouts)
     step = batch.transition
     assert step.truncated.any()
-    params = jax.tree.map(
-        lambda x: x + 0.3 * jax.random.normal(jax.random.key(3), x.shape), state.shared.params
-    )
+    params = moved(state.shared.params)
     output, last_values, bootstrap = jax.jit(agent.values)(params, batch)
 
-    # By hand: step by step, every successor valued with the carry that stands there.
-    apply, value = jax.jit(agent.policy.apply), jax.jit(agent.policy.value)
-    carry = batch.initial_carry
-    outputs, following = [], []
-    no = jnp.zeros(4, bool)
-    for t in range(agent.num_steps):
-        carry, out = apply(params, carry, step.obs[t], step.is_first[t])
-        outputs.append(out)
-        following.append(value(params, carry, Drift.successor(step.obs[t]), no))
-    values = np.stack([np.asarray(o.value) for o in outputs])
-    following = np.stack(following)
+    values, logits, following, last = unrolled(agent, params, batch)
     cut = np.asarray(step.truncated & ~step.terminated)
     np.testing.assert_allclose(output.value, values, **CLOSE)
-    np.testing.assert_allclose(np.asarray(bootstrap)[cut], following[cut], **CLOSE)
-    expected_last = value(params, carry, batch.last_obs, batch.last_is_first)
-    np.testing.assert_allclose(last_values, expected_last, **CLOSE)
+    np.testing.assert_allclose(np.asarray(bootstrap)[cut], np.asarray(following)[cut], **CLOSE)
+    np.testing.assert_allclose(last_values, last, **CLOSE)
 
-    # V-trace and its losses, in float64, from those values; every successor is known.
-    logits = np.stack([np.asarray(jax.nn.log_softmax(o.distribution.logits)) for o in outputs])
-    log_prob = np.take_along_axis(logits, np.asarray(step.action)[..., None], 2)[..., 0]
-    rho = np.minimum(1, np.exp(log_prob - np.asarray(step.log_prob)).astype(np.float64))
-    gamma = float(agent.discount)
-    onward, total_policy, total_value = np.asarray(expected_last, np.float64), 0.0, 0.0
-    for t in reversed(range(agent.num_steps)):
-        onward = np.where(cut[t], following[t], onward)
-        onward = np.where(step.terminated[t], 0, onward)
-        advantage = rho[t] * (np.asarray(step.reward[t]) + gamma * onward - values[t])
-        onward = values[t] + advantage
-        total_policy -= (advantage * log_prob[t]).sum()
-        total_value += 0.5 * np.square(advantage).sum()
-    entropy = -(np.exp(logits) * logits).sum()
+    # V-trace and its losses from those values.
+    targets, advantages, rho = numpy_vtrace(agent, batch, values, logits, following, last)
+    total_policy = -(advantages * np.asarray(taken(logits, step.action))).sum()
+    total_value = 0.5 * np.square(advantages).sum()
+    entropy = -(np.exp(logits) * np.asarray(logits)).sum()
     total, weight, metrics = jax.jit(agent.loss)(params, batch)
     assert weight == 32
     coefs = float(agent.value_coef), float(agent.entropy_coef)
     expected = total_policy + coefs[0] * total_value - coefs[1] * entropy
     np.testing.assert_allclose(total, expected, rtol=1e-4)
     np.testing.assert_allclose(metrics["policy_loss"].total, total_policy, rtol=1e-4)
+    explained = 1 - np.var(advantages) / np.var(targets)
+    np.testing.assert_allclose(metrics["explained_variance"].result(), explained, rtol=1e-3)
+    np.testing.assert_allclose(metrics["clip_fraction"].result(), (rho == 1).mean(), rtol=1e-5)
 
 
 def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
     agent = small("impala", DRIFT, num_steps=8, batch_size=4, num_storages=4, max_grad_norm=1.0)
+    agent = agent.replace(entropy_coef=0.3)
     state, rollouts = rollout_of(agent)
-    stored = agent.absorb(state, rollouts)
-    slots = jax.tree.map(lambda x: x[0], stored.actors.slots)
-    batch = agent._ring(slots, stored.shared.ring).sample()
-    grads = jax.grad(lambda p: agent.loss(p, batch)[0])(state.shared.params)
+    batch = stored_batch(agent, state, rollouts)
+    step, params = batch.transition, moved(state.shared.params)
+    targets, advantages, rho = numpy_vtrace(agent, batch, *unrolled(agent, params, batch))
+    assert (rho < 1).any()
+
+    def loss(params):
+        """With targets and advantages that are numbers, no functions of the params."""
+        act = jax.vmap(lambda obs, is_first: agent.policy.apply(params, (), obs, is_first)[1])
+        output = act(step.obs, step.is_first)
+        logits = jax.nn.log_softmax(output.distribution.logits)
+        policy = -jnp.sum(jnp.asarray(advantages, jnp.float32) * taken(logits, step.action))
+        value = 0.5 * jnp.sum(jnp.square(jnp.asarray(targets, jnp.float32) - output.value))
+        entropy = -jnp.sum(jnp.exp(logits) * logits)
+        return policy + agent.value_coef * value - agent.entropy_coef * entropy
+
+    grads = jax.jit(jax.grad(loss))(params)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.rmsprop(
@@ -278,9 +346,10 @@ def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
             eps=float(agent.rmsprop_epsilon),
         ),
     )
-    updates, _ = optimizer.update(grads, optimizer.init(state.shared.params))
+    updates, _ = optimizer.update(grads, optimizer.init(params))
+    state = state.replace(shared=state.shared.replace(params=params))
     after, metrics = update(agent, state, rollouts)
-    close(after.shared.params, optax.apply_updates(state.shared.params, updates))
+    close(after.shared.params, optax.apply_updates(params, updates))
     assert optax.global_norm(grads) > 1.0
     np.testing.assert_allclose(metrics["grad_norm"].result(), optax.global_norm(grads), rtol=1e-4)
 
@@ -304,3 +373,23 @@ def test_advantages_are_normalised_once_in_each_mode():
         spreads[mode] = float(jnp.std(seen))
     assert abs(spreads["minibatch"] - 1) < 1e-4
     assert abs(spreads["rollout"] - 1) > 1e-4
+
+
+def test_streams_are_added_before_they_are_normalised():
+    agents = {mode: small("ppo", DRIFT, normalize_advantage=mode) for mode in ("rollout", None)}
+    _, rollouts = rollout_of(agents[None])
+    rollout = jax.tree.map(lambda x: x[0], rollouts)
+
+    def streams(x):  # of very different spread
+        return {"a": x, "b": -30 * x}
+
+    step = rollout.transition
+    names = ("reward", "value", "bootstrap_value")
+    step = step.replace(**{name: streams(getattr(step, name)) for name in names})
+    rollout = rollout.replace(transition=step, last_value=streams(rollout.last_value))
+    seen = {}
+    for mode, agent in agents.items():
+        storage = agent.fill(rollout)
+        plan = storage.plan(jax.random.key(0), num_mini_batch=1)
+        seen[mode] = agent.advantages(storage.minibatch(jax.tree.map(lambda x: x[0], plan)))
+    np.testing.assert_allclose(seen["rollout"], normalized(seen[None]), rtol=1e-4, atol=1e-5)

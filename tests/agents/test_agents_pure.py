@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import IMPALA, PPO, make_env, spaces
+from jaxroll import IMPALA, PPO, RolloutStorage, make_env, spaces
 from jaxroll.envs import autoreset
 from jaxroll.networks import make_policy
 from jaxroll.reporting import metrics as metrics_lib
@@ -126,6 +126,20 @@ def test_pendulum_with_normalisers_and_squashed_actions_takes_a_step():
     assert (jnp.abs(acted) <= 2).all()
 
 
+METRICS = {"loss", "policy_loss", "value_loss", "entropy", "approx_kl", "explained_variance"}
+METRICS |= {"grad_norm", "learning_rate", "episode_return", "episode_length", "episodes"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_agent_tells_what_it_has_to_tell(name):
+    agent = small(name, DRIFT)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    metrics = jax.eval_shape(agent.train_step, state)[1]
+    assert metrics.keys() >= METRICS
+    assert ("clip_fraction" in metrics) == (name != "a2c")
+    assert ("policy_lag" in metrics) == (name == "impala")
+
+
 def test_the_first_minibatch_sees_the_policy_that_acted():
     """Normalising moments are those from before the rollout: the ratio starts at exactly 1."""
     agent = small("ppo", DRIFT, normalize_observations=True, num_mini_batch=1, num_epochs=1)
@@ -200,11 +214,42 @@ def test_agents_made_alike_are_equal_and_have_one_structure():
     assert leaves_equal(one, made())
 
 
+def test_agents_with_storages_made_alike_share_one_compilation():
+    def made(**options):
+        factory = RolloutStorage.create_factory(num_steps=8, **options)
+        return small("ppo", storage=factory)
+
+    same = made(discount=0.5, gae_lambda=np.float32(0.9))
+    traces = []
+
+    @jax.jit
+    def step(agent):
+        traces.append(agent.storage)
+        return agent.discount
+
+    step(same)
+    step(made(discount=0.5, gae_lambda=np.float32(0.9)))
+    assert len(traces) == 1
+    assert made(discount=0.5) != same
+    step(made(discount=0.25, gae_lambda=np.float32(0.9)))
+    assert len(traces) == 2
+    assert "RolloutStorage.create_factory(num_steps=8" in repr(traces[0])
+
+
 BAD = {
     "num_actors must divide num_envs = 8": lambda: PPO.create(CLOCK, num_envs=8, num_actors=3),
     "num_mini_batch must divide": lambda: PPO.create(CLOCK, num_envs=8, num_mini_batch=7),
     "sequence_length must divide": lambda: PPO.create(
         CLOCK, network="lstm", num_steps=8, sequence_length=3
+    ),
+    "sequence_length must be >= 1, got 0": lambda: PPO.create(
+        CLOCK, network="lstm", num_steps=8, sequence_length=0
+    ),
+    "sequence_length must be >= 1, got -4": lambda: PPO.create(
+        CLOCK, network="lstm", num_steps=8, sequence_length=-4
+    ),
+    "sequence_length must be an integer or None, got 'all'": lambda: PPO.create(
+        CLOCK, network="lstm", sequence_length="all"
     ),
     "is for recurrent policies": lambda: PPO.create(CLOCK, sequence_length=4),
     "batch_size must divide num_envs = 8": lambda: IMPALA.create(
@@ -221,9 +266,14 @@ BAD = {
     "learning_rate must be a number, got nan": lambda: PPO.create(
         CLOCK, learning_rate=float("nan")
     ),
+    "learning_rate must be finite, got inf": lambda: PPO.create(CLOCK, learning_rate=float("inf")),
+    "entropy_coef must be finite": lambda: IMPALA.create(CLOCK, entropy_coef=np.array([0, np.inf])),
     "Did you mean 'learning_rate'": lambda: PPO.create(CLOCK, learning_rat=1e-3),
     "num_envs must be of type int": lambda: PPO.create(CLOCK, num_envs="many"),
     "DAAC never shares its torso": lambda: SMALL["daac"][0].create(CLOCK, shared_torso=True),
+    "DAAC needs a decoupled policy, whose params": lambda: SMALL["daac"][0].create(
+        CLOCK, policy=make_policy(CLOCK.observation_space, CLOCK.action_space)
+    ),
     "must have 2 choices": lambda: PPO.create(
         CLOCK, policy=make_policy(CLOCK.observation_space, spaces.Discrete(5))
     ),
@@ -240,6 +290,12 @@ def test_bad_input_is_refused_before_anything_is_compiled(message):
     with pytest.raises((ValueError, TypeError)) as error:
         BAD[message]()
     assert message in str(error.value)
+
+
+def test_what_bounds_may_be_infinite():
+    ppo = PPO.create(CLOCK, clip_epsilon=np.inf, max_grad_norm=None, decay_steps=np.inf)
+    assert all(np.isinf([ppo.clip_epsilon, ppo.max_grad_norm, ppo.decay_steps]))
+    assert np.isinf(IMPALA.create(CLOCK, clip_rho=None).clip_rho)
 
 
 def test_creating_agents_touches_no_device():

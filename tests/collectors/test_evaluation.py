@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from jaxroll import spaces
-from jaxroll.collectors import EvaluationResult, evaluate, evaluate_host
+from jaxroll.collectors import EvaluationResult, collect, evaluate, evaluate_host, init_actor
 from jaxroll.distributions import Categorical
 from jaxroll.envs import make_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec, HostStep
 from jaxroll.networks import make_policy
 from jaxroll.types import PolicyOutput, TimeStep
 from tests.tiers import plain
+
+run = jax.jit(collect, static_argnums=(0, 1, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,18 +175,37 @@ def test_vmap_over_params_equals_solo_runs():
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y), batched, one(params[i]))
 
 
-@pytest.mark.parametrize(
-    "name", plain(["CartPole-v1", "MemoryChain-bsuite", "Pendulum-v1"], ["MemoryChain-bsuite"])
-)
-def test_gymnax_environments_evaluate_with_the_default_networks(name):
+GYMNAX = {  # name → the length of every episode, if it is known
+    "CartPole-v1": None,
+    "Pendulum-v1": 200,
+    "MountainCarContinuous-v0": 999,
+    "Breakout-MinAtar": None,
+    "MemoryChain-bsuite": None,
+}
+
+
+@pytest.mark.parametrize("name", plain(GYMNAX, ["MemoryChain-bsuite", "MountainCarContinuous-v0"]))
+def test_gymnax_environments_collect_and_evaluate_with_the_default_networks(name):
     env = make_env(name)
     network = "lstm" if name.startswith("Memory") else "auto"
     policy = make_policy(env.observation_space, env.action_space, network=network)
-    params = policy.init(jax.random.key(0), spaces.zeros(env.observation_space, (1,)))
-    result = evaluate(env, policy, params, jax.random.key(1), num_episodes=3)
+    actor = init_actor(env, policy, jax.random.key(0), 4)
+    params = policy.init(jax.random.key(1), actor.obs)
+    ended = 0
+    for _ in range(2):
+        actor, rollout = run(env, policy, params, actor, 16)
+        rows = rollout.transition
+        ended += int(rollout.episodes.count)
+        assert rows.obs.shape == (16, 4, *env.observation_space.shape)
+        assert rows.action.shape == (16, 4, *env.action_space.shape)
+        assert all(np.isfinite(x).all() for x in (rows.obs, rows.reward, rows.log_prob, rows.value))
+    assert ended == 0 or GYMNAX[name] is None
+    result = evaluate(env, policy, params, jax.random.key(2), num_episodes=3)
     assert result.is_complete.all()
-    if name == "Pendulum-v1":
-        assert result.episode_length.tolist() == [200] * 3
+    assert np.isfinite(result.episode_return).all()
+    assert (result.episode_length > 0).all()
+    if GYMNAX[name] is not None:
+        assert result.episode_length.tolist() == [GYMNAX[name]] * 3
 
 
 class HostFixed(HostEnv):

@@ -1,6 +1,8 @@
 """Rows from host environments equal those of an environment stepped by hand."""
 
 import dataclasses
+import gc
+import tracemalloc
 
 import gymnasium
 import jax
@@ -381,3 +383,28 @@ def test_callback_refuses_a_token_that_is_not_the_last():
 def test_host_env_is_abstract():
     with pytest.raises(TypeError):
         HostEnv()  # pyright: ignore
+
+
+def test_memory_does_not_grow_with_the_number_of_rollouts():
+    """Neither what is on the device nor, as numpy allocates it, what is on the host."""
+
+    def held():
+        gc.collect()
+        return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
+
+    with scripted("sync", "NextStep", 4) as envs:
+        collector = HostCollector(envs, Recurrent())
+        actor = collector.init(jax.random.key(0))
+        tracemalloc.start()
+        try:
+            for i in range(22):
+                actor, rollout = collector.collect(PARAMS, actor, 256)
+                jax.block_until_ready(rollout)
+                if i == 1:
+                    before = held()
+            after = held()
+        finally:
+            tracemalloc.stop()
+    assert after[0] == before[0]
+    rollout_bytes = sum(x.nbytes for x in jax.tree.leaves(rollout.transition))
+    assert after[1] - before[1] < rollout_bytes, "of twenty"

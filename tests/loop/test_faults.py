@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from jaxroll import loop
 from jaxroll.checkpoints import (
@@ -476,6 +476,7 @@ class Compiling(Exception):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(options=st.dictionaries(st.sampled_from(_OPTIONS), _wild, min_size=1, max_size=2))
+@example(options={"init_model_path": ""})
 def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatch):
     def stop(*args):
         raise Compiling
@@ -503,6 +504,7 @@ def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatc
         ({"config": {"a": 1j}}, "config must hold numbers"),
         ({"eval_env": CLOCK}, "eval_env must have the agent's observation_space"),
         ({"state": {"params": 1}}, "state must be a TrainState"),
+        ({"state": 1, "init_model_path": "a"}, "either state, .* or init_model_path, not both"),
         ({"mesh": 8}, r"mesh must be a mesh, got 8. Use .*make_mesh"),
     ],
 )

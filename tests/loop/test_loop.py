@@ -13,7 +13,7 @@ from jaxroll import PPO, loop, make_env
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History, JsonlLogger
-from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, small
+from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
 QUIET = {"progress": "silent"}
@@ -114,11 +114,17 @@ def test_a_given_state_is_where_training_starts_and_is_not_destroyed(ppo):
     assert onward.shared.iteration == 4
 
 
-def test_another_seed_or_learning_rate_compiles_nothing(ppo, compiled):
-    ppo.train(64, eval_interval=64, num_eval_episodes=2, **QUIET)
+@pytest.mark.parametrize("source", ["device", "host"])
+def test_another_seed_or_learning_rate_compiles_nothing(source, compiled):
+    env = DRIFT
+    if source == "host":
+        pytest.importorskip("gymnasium")
+        env = make_env("gymnasium:CartPole-v1")
+    options = {"eval_interval": 64, "num_eval_episodes": 2, **QUIET}
+    small("ppo", env).train(64, **options)
     compiled.clear()
-    other = small("ppo", DRIFT, learning_rate=0.1).replace(discount=0.5)
-    other.train(160, seed=4, eval_interval=64, num_eval_episodes=2, **QUIET)
+    other = small("ppo", env, learning_rate=0.1).replace(discount=0.5)
+    other.train(160, seed=4, **options)
     assert not compiled
 
 
@@ -242,6 +248,26 @@ def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.shared.params))
 
 
+@dataclasses.dataclass(frozen=True)
+class Glitch(Poison):
+    """Observations are NaN too, where rewards are."""
+
+    def step(self, key, time, action):
+        time, obs, reward, terminated, truncated = super().step(key, time, action)
+        return time, jnp.where(jnp.isnan(reward), reward, obs), reward, terminated, truncated
+
+
+def test_normalisers_forget_what_is_not_finite_so_that_a_skipping_run_goes_on():
+    normalized = {"normalize_observations": True, "normalize_rewards": True}
+    agent = small("ppo", autoreset(Glitch(after=10)), **normalized)
+    state, history = agent.train(256, nonfinite="skip", log_interval=32, **QUIET)
+    skipped = history["skipped_updates"].tolist()
+    assert skipped[1] > 0
+    assert skipped[5] == 0, "steps 0 to 7 of the second episode"
+    kept = (state.shared.moments, state.shared.reward_scaler, state.actors.reward_sums)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
+
+
 BAD = {
     "num_train_steps must be at least 1": {"num_train_steps": 0},
     "resume=True needs the checkpoint_dir": {"resume": True},
@@ -339,6 +365,30 @@ def test_a_resumed_run_does_not_need_the_params_that_it_began_with(ppo, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+def test_a_policy_taken_from_a_run_keeps_the_moments_that_it_saw_through(tmp_path, monkeypatch):
+    agent = small("ppo", DRIFT, normalize_observations=True)
+    saved, _ = agent.train(64, seed=1, **QUIET)
+    agent.save(saved, tmp_path / "saved")
+    begun = []
+
+    def program(*args):
+        made = loop.programs.make_program(*args)
+        start = made.start
+        made.start = lambda state: begun.append(jax.tree.map(jnp.copy, state)) or start(state)
+        return made
+
+    monkeypatch.setattr(loop.training, "make_program", program)
+    agent.train(32, init_model_path=tmp_path / "saved", seed=8, **QUIET)
+    state, rollouts = run_actors(agent, begun[0])
+    assert state.shared.iteration == 0
+    step = jax.tree.map(lambda x: x[0].reshape(-1, *x.shape[3:]), rollouts.transition)
+    params = agent.acting_params(saved.shared)
+    _, output = agent.policy.apply(params, (), step.obs, step.is_first)
+    np.testing.assert_allclose(output.distribution.log_prob(step.action), step.log_prob, rtol=1e-5)
+    with pytest.raises(ValueError, match="Create the agent with normalize_observations=True"):
+        small("ppo", DRIFT).train(32, init_model_path=tmp_path / "saved", **QUIET)
+
+
 def test_whole_episodes_are_evaluated_and_repeatable(ppo):
     state = init(ppo, jax.random.key(0))
     one, two = (ppo.eval(state, 5, seed=1) for _ in range(2))
@@ -411,3 +461,35 @@ def test_host_environments_train_and_resume(tmp_path):
     assert len(agent.eval(onward, 3)["episode_returns"]) == 3
     with pytest.raises(TypeError, match="runs on the host"):
         agent.init(jax.random.key(0))
+
+
+def test_host_environments_go_on_from_a_given_or_loaded_state(tmp_path):
+    pytest.importorskip("gymnasium")
+    agent = small("ppo", make_env("gymnasium:CartPole-v1"), normalize_rewards=True)
+    half, _ = agent.train(64, seed=1, **QUIET)
+    before = jax.tree.map(jnp.copy, half)
+    agent.save(half, tmp_path / "half")
+    given, history = agent.train(128, state=half, **QUIET)
+    loaded, _ = agent.train(128, state=agent.load(tmp_path / "half"), **QUIET)
+    assert leaves_equal(before, half)
+    assert history.steps.tolist() == [128]
+    assert given.shared.iteration == 4
+    assert given.actors.state.num_rollouts == 4
+    assert leaves_equal(given, loaded)
+    assert not jnp.array_equal(
+        *(jax.tree.leaves(state.shared.params)[0] for state in (half, given))
+    )
+
+
+def test_rows_that_only_reset_are_told_apart_from_steps():
+    pytest.importorskip("gymnasium")
+    env = make_env("gymnasium:CartPole-v1", autoreset_mode="NextStep", vectorization_mode="sync")
+    agent = small("ppo", env, num_steps=32)
+    state, history = agent.train(512, log_interval=512, **QUIET)
+    row = history.to_records()[-1]
+    assert row["step"] == 512
+    # Each end has one such row; of the last ends it may not have come yet.
+    ends = int(state.shared.num_episodes)
+    resets = round((1 - row["valid_fraction"]) * 512)
+    assert ends > 4
+    assert ends - agent.num_envs <= resets <= ends

@@ -18,7 +18,9 @@ AGENTS = {
     "recurrent ppo": lambda: PPO.create(
         "CartPole-v1", network="lstm", num_mini_batch=2, sequence_length=4, **SIZES
     ),
-    "daac": lambda: DAAC.create("CartPole-v1", num_mini_batch=2, value_epochs=2, **SIZES),
+    "daac": lambda: DAAC.create(
+        "CartPole-v1", num_mini_batch=2, value_epochs=2, value_freq=2, **SIZES
+    ),
     "impala": lambda: IMPALA.create(
         "CartPole-v1", network="gru", num_storages=32, batch_size=8, **SIZES
     ),
