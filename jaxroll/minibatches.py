@@ -10,6 +10,7 @@ is chunk c of L steps of environment b, number c·B + b; an environment is a seq
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -241,4 +242,5 @@ def divisors(n: int) -> list[int]:
       >>> divisors(12)
       [1, 2, 3, 4, 6, 12]
     """
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

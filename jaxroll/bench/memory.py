@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure, measure_kernels
+from jaxroll.envs import make_env
+from jaxroll.networks import make_policy
 from jaxroll.storages import RolloutStorage, add_donated
 from jaxroll.types import PyTree, Transition
 
@@ -24,11 +26,63 @@ def storage(settings: Settings) -> list[Row]:
     if settings.quick:
         small, pixels = (8, 4), (2, 1)
     return [
+        _add_in_rollout(small, settings),
         _add_in_scan("4 floats", small, (4,), np.float32, settings),
         _add_in_scan("84×84×4 uint8", pixels, PIXELS, np.uint8, settings),
         _add_from_python("4 floats", small, (4,), np.float32, settings),
         _add_from_python("84×84×4 uint8", (pixels[0], small[1]), PIXELS, np.uint8, settings),
     ]
+
+
+def _add_in_rollout(shape: tuple[int, int], settings: Settings) -> Row:
+    """A loop of one's own with an environment and a policy, as `add` is meant to be used."""
+    num_steps, num_envs = shape
+    env = make_env("CartPole-v1")
+    policy = make_policy(env.observation_space, env.action_space)
+    env_state, obs = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), num_envs))
+    params = policy.init(jax.random.key(1), obs)
+    start = (env_state, obs, jax.random.key(2))
+
+    def step(state: Any) -> tuple[Any, Transition]:
+        env_state, obs, key = state
+        key, action_key, step_key = jax.random.split(key, 3)
+        _, output = policy.apply(params, (), obs, jnp.zeros(num_envs, bool))
+        action = output.distribution.sample(action_key)
+        keys = jax.random.split(step_key, num_envs)
+        env_state, time_step = jax.vmap(env.step)(keys, env_state, action)
+        transition = Transition(
+            obs=obs,
+            action=action,
+            reward=time_step.reward,
+            terminated=time_step.terminated | time_step.truncated,
+            log_prob=output.distribution.log_prob(action),
+            value=output.value,
+        )
+        return (env_state, time_step.obs, key), transition
+
+    def adding(carry: Any, _: Any) -> tuple[Any, None]:
+        storage, state = carry
+        state, transition = step(state)
+        return (storage.add(transition), state), None
+
+    example = jax.eval_shape(step, start)[1]
+
+    @jax.jit
+    def jaxroll(start: Any) -> PyTree:
+        empty = RolloutStorage.create(example, num_steps)
+        (storage, state), _ = lax.scan(adding, (empty, start), length=num_steps)
+        return storage.data, state
+
+    @jax.jit
+    def stacking(start: Any) -> PyTree:
+        state, data = lax.scan(lambda state, _: step(state), start, length=num_steps)
+        return data, state
+
+    contenders = {"jaxroll": lambda: jaxroll(start), "stacking": lambda: stacking(start)}
+    ratios = [Ratio("jaxroll", "stacking", at_most=1.05)]
+    case = f"add in a rollout of CartPole, {shape}"
+    steps = num_steps * num_envs
+    return measure("storage", case, contenders, ratios, settings, steps=steps)
 
 
 def _add_in_scan(
@@ -74,7 +128,7 @@ def _add_in_scan(
 
         functions["flashbax"] = by_flashbax
     ratios = [Ratio("jaxroll", "stacking", at_most=1.05), Ratio("flashbax", "jaxroll")]
-    case = f"add in a scan, {what}, {shape}"
+    case = f"add in a scan and nothing else, {what}, {shape}"
     row = measure_kernels("storage", case, functions, (steps,), ratios, settings)
     row.temporary_bytes = {name: temporary_bytes(f, steps) for name, f in functions.items()}
     return row
