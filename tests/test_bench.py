@@ -121,6 +121,6 @@ def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, split)
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [(512, 256), (640, 160), (500, None), (509, None)])
+@pytest.mark.parametrize(("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)])
 def test_chunks_divide_the_rows(rows, chunk):
     assert learners.chunk_rows(rows) == chunk
