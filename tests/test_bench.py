@@ -91,10 +91,22 @@ def test_the_quick_kernels_run_and_write_their_results(tmp_path, capsys):
     assert data["command"].startswith("jaxroll bench gae --quick")
     assert "## GAE" in (tmp_path / "RESULTS.md").read_text()
     assert "jaxroll / roofline" in capsys.readouterr().out
+    main(["vtrace", "--quick", "--out", str(tmp_path)])  # a part leaves the others' rows
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "## GAE" in text
+    assert "## V-trace" in text
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("section", SECTIONS)
+QUICKEST = ("storage", "minibatches", "ppo", "host")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in QUICKEST else pytest.mark.long)
+        for name in SECTIONS
+    ],
+)
 def test_every_section_runs(section, tmp_path):
     assert main([section, "--quick", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -121,6 +133,8 @@ def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, split)
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)])
+@pytest.mark.parametrize(
+    ("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)]
+)
 def test_chunks_divide_the_rows(rows, chunk):
     assert learners.chunk_rows(rows) == chunk

@@ -126,6 +126,7 @@ class Row:
     steps: int | None = None  # environment steps of one run, for steps per second
     temporary_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+    measured: str = ""  # when and on what
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts and numbers."""

@@ -56,6 +56,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def measured(about: dict[str, Any]) -> str:
+    """When, on what, and beside how much other work, in one line."""
+    return (
+        f"Measured on {about['date']}, {about['processor']}, {about['cores']} cores, jaxroll "
+        f"{about['versions']['jaxroll']}, jax {about['versions']['jax']}, load {about['load']}."
+    )
+
+
 def _processor() -> str:
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
@@ -106,7 +114,9 @@ def as_markdown(
     for section, heading in sections.items():
         own = [row for row in rows if row.section == section]
         if own:
-            lines += ["", f"## {heading}", "", *_table(own)]
+            # A section of an earlier run says when and on what that was.
+            earlier = [] if own[0].measured == measured(about) else [own[0].measured, ""]
+            lines += ["", f"## {heading}", "", *earlier, *_table(own)]
     return "\n".join(lines) + "\n"
 
 

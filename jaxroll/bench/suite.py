@@ -88,10 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         for row in found:
+            row.measured = report.measured(about)
             report.show(row)
         rows += found
         if options.out is not None:  # after each section: a run that is broken off leaves its rows
-            _write(options, rows, about, names[: names.index(name) + 1])
+            _write(options, rows, about)
     return 1 if failed else 0
 
 
@@ -115,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=pathlib.Path,
         metavar="DIRECTORY",
-        help="where to write results.json and RESULTS.md",
+        help="where to write results.json and RESULTS.md; other sections' rows there stay",
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -154,16 +155,21 @@ def _run_here(name: str, settings: Settings) -> list[Row]:
     return rows
 
 
-def _write(options: argparse.Namespace, rows: list[Row], about: dict, names: Sequence[str]) -> None:
+def _write(options: argparse.Namespace, rows: list[Row], about: dict) -> None:
+    """Write what was measured; sections that are in the files already and not in `rows` stay."""
     from jaxroll.bench import report
 
     words = ["jaxroll", "bench", *options.sections]
     words += [f"--{flag}" for flag in ("quick", "full") if getattr(options, flag)]
     words += [] if options.clock == "wall" else ["--clock", options.clock]
     command = " ".join([*words, "--out", options.out.as_posix()])
-    headings = {name: _SECTIONS[name][2] for name in names}
     options.out.mkdir(parents=True, exist_ok=True)
-    json_text = report.as_json(rows, about, command, options.clock)
-    (options.out / "results.json").write_text(json_text, encoding="utf-8")
+    results = options.out / "results.json"
+    known = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
+    fresh = {row.section for row in rows}
+    rows = [Row.from_json(row) for row in known if row["section"] not in fresh] + rows
+    rows = sorted(rows, key=lambda row: SECTIONS.index(row.section))
+    headings = {name: section[2] for name, section in _SECTIONS.items()}
+    results.write_text(report.as_json(rows, about, command, options.clock), encoding="utf-8")
     text = report.as_markdown(rows, about, command, options.clock, headings)
     (options.out / "RESULTS.md").write_text(text, encoding="utf-8")

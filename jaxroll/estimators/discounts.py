@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 from jaxroll.types import Array
 
+LARGE = 8 * 2**20  # bytes of an array; see `goes_by_rows`
+
 
 def after(onward: Array, row: Any) -> Array:
     """What stands after a step: 0 if terminated, V(final observation) if truncated, else onward.
@@ -65,6 +67,28 @@ def following(x: Array, last: Array) -> Array:
 def nothing_behind(onward: Array, ended: Array | None) -> Array:
     """`onward`, or 0 where a step has ended."""
     return onward if ended is None else jnp.where(ended, jnp.zeros_like(onward), onward)
+
+
+def errors(row: Any, following: Array) -> Array:
+    """δ = r + γ v' − v: how far a reward and what follows it are from the value.
+
+    Args:
+      row: has `rewards`, `values`, `discount`, and what `after` needs; rows [B] or all, [T, B].
+      following: the value of the next row, of the same shape.
+
+    Returns:
+      δ; 0 where a row is not valid.
+    """
+    found = row.rewards + row.discount * after(following, row) - row.values
+    return only_valid(row.valid, found, jnp.zeros_like(found))
+
+
+def goes_by_rows(x: Array) -> bool:
+    """Whether a walk that computes everything row by row is faster than whole arrays before it.
+
+    So it is on a CPU once temporary arrays exceed its cache. Elsewhere a row is too little work.
+    """
+    return x.nbytes >= LARGE and jax.default_backend() == "cpu"
 
 
 def decayed_sums(x: Array, decay: Array, rows: Any, *, unroll: int) -> Array:

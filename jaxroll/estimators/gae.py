@@ -6,8 +6,6 @@ stops the bootstrap, `truncated` stops only the trace.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
 from jaxroll.estimators import discounts
 from jaxroll.types import Array, Targets
 
@@ -67,10 +65,9 @@ def gae(
         numbers={"discount": discount, "gae_lambda": gae_lambda},
     )
 
-    following = discounts.following(x.values, x.last_values)
-    errors = x.rewards + x.discount * discounts.after(following, x) - x.values
-    errors = discounts.only_valid(x.valid, errors, jnp.zeros_like(errors))
-    advantages = discounts.decayed_sums(errors, x.discount * x.gae_lambda, x, unroll=unroll)
+    errors = discounts.errors(x, discounts.following(x.values, x.last_values))
+    decay = x.discount * x.gae_lambda
+    advantages = discounts.decayed_sums(errors, decay, x, unroll=unroll)
     return Targets(advantages, advantages + x.values)
 
 

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 from jaxroll.estimators import discounts
 from jaxroll.types import Array, Targets
 
-# On a CPU, bytes of an array from which on a walk that computes everything row by row is faster:
-# temporary arrays do not fit into the cache any more.
-_LARGE = 8 * 2**20
-
 
 def vtrace(
     log_rhos: Array,
@@ -101,10 +97,10 @@ def vtrace(
         weight = jnp.minimum(row.clip_pg_rho, row.rhos)
         return weight * (error + row.discount * row.trace_lambda * behind)
 
-    if x.rewards.nbytes < _LARGE or jax.default_backend() != "cpu":
+    if not discounts.goes_by_rows(x.rewards):
         # What does not need the walk is computed for all rows at once; the barrier has errors,
         # which both need, computed once.
-        errors = _error(x, discounts.following(x.values, x.last_values))
+        errors = discounts.errors(x, discounts.following(x.values, x.last_values))
         rows.errors, rows.ended = jax.lax.optimization_barrier(errors), discounts.has_ended(x)
 
         def walk(onward: Array, row: Any) -> tuple[Array, Array]:
@@ -120,7 +116,7 @@ def vtrace(
 
     def step(onward: tuple[Array, Array], row: Any) -> tuple[tuple[Array, Array], Targets]:
         value, behind = onward
-        error = _error(row, value)
+        error = discounts.errors(row, value)
         behind = discounts.nothing_behind(behind, discounts.has_ended(row))
         found = surprise(row, error, behind)
         return (row.values, found), Targets(advantage(row, error, behind), row.values + found)
@@ -128,9 +124,3 @@ def vtrace(
     last = (x.last_values, jnp.zeros_like(x.last_values))
     del rows.last_values  # no row
     return discounts.backward(step, last, unroll=unroll, **vars(rows))
-
-
-def _error(row: Any, following: Array) -> Array:
-    """How far a reward and what follows it are from the value; 0 in a row not valid."""
-    found = row.rewards + row.discount * discounts.after(following, row) - row.values
-    return discounts.only_valid(row.valid, found, jnp.zeros_like(found))

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jaxroll import distributions, spaces
 from jaxroll.networks import Policy, check_policy, make_decoupled_policy, make_policy
-from jaxroll.networks.torsos import Dense
+from jaxroll.networks.torsos import Dense, PatchConv
 from jaxroll.types import PolicyOutput
 
 KEY = jax.random.key(0)
@@ -267,6 +267,22 @@ def test_dense_equals_flax_in_value_gradient_and_tangent():
     ):
         for a, b in zip(jax.tree.leaves(transform(one)), jax.tree.leaves(transform(other))):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_convolution_by_patches_equals_flax(size):
+    ours = PatchConv(6, size)
+    theirs = nn.Conv(6, (size, size), padding="VALID")
+    x = jax.random.normal(KEY, (4, 7, 5, 3))
+    params = randomized(ours.init(KEY, x))
+
+    def run(module):
+        loss = lambda p, x: jnp.sum(jnp.sin(module.apply(p, x)))  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1))(params, x)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(ours), run(theirs)
+    )
 
 
 def test_bfloat16_torso_keeps_float32_parameters_and_outputs():
