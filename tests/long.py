@@ -33,8 +33,7 @@ def main(arguments: list[str]) -> int:
         if not report.exists():
             return code
         rows = read(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        for case in ElementTree.parse(report).iter("testcase"):
-            new = row(case)
+        for new in folded([row(case) for case in ElementTree.parse(report).iter("testcase")]):
             if new["outcome"] != "skipped" or new["test"] not in rows:  # a number outlives a skip
                 rows[new["test"]] = new
         RESULTS.write_text(page(rows), encoding="utf-8")
@@ -61,6 +60,25 @@ def row(case: ElementTree.Element) -> dict[str, str]:
         "seconds": f"{float(case.get('time', 0)):.0f}",
         "measured": "<br>".join(measured) or detail,
     }
+
+
+def folded(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Tests that differ by a seed only, `name[17]`, and measured nothing, as one row if alike."""
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for one in rows:
+        name = re.sub(r"\[\d{3,}\]$", "", one["test"])
+        found.setdefault((name, one["outcome"], one["measured"]), []).append(one)
+    return [
+        group[0]
+        if len(group) == 1
+        else {
+            **group[0],
+            "test": name,
+            "seconds": str(sum(int(one["seconds"]) for one in group)),
+            "measured": f"{len(group)} cases" + (f": {measured}" if measured else ""),
+        }
+        for (name, _, measured), group in found.items()
+    ]
 
 
 def read(text: str) -> dict[str, dict[str, str]]:

@@ -22,3 +22,13 @@ def test_rows_survive_being_written_and_read():
     rows = {r["test"]: r for r in (one, other)}
     assert long.read(long.page(rows)) == rows
     assert "1 passed, 1 skipped" in long.page(rows)
+
+
+def test_cases_that_differ_by_a_seed_are_one_row():
+    def case(name, outcome="passed"):
+        return {"test": name, "outcome": outcome, "date": "d", "seconds": "2", "measured": ""}
+
+    rows = [case("a[100]"), case("a[101]"), case("b[10]"), case("a[102]", "failure")]
+    first, second, third = long.folded(rows)
+    assert (first["test"], first["seconds"], first["measured"]) == ("a", "4", "2 cases")
+    assert (second["test"], third["test"], third["outcome"]) == ("b[10]", "a[102]", "failure")
