@@ -3,9 +3,10 @@
 Defaults: epochs, minibatches, clip range, λ, coefficients, Adam's ε and the gradient's norm are
 those of Huang et al., 2022, "The 37 implementation details of PPO". The value is not clipped: a
 range of 0.2 holds back values whose scale is not 1 (Andrychowicz et al., 2021, find no gain in
-it). With this rollout and step size, decaying over 300 k steps (`decay_steps`), all of 10 seeds end
-with CartPole-v1 solved. A constant step size solves it as early, but the policy stumbles now and
-then: at step 300 k, 7 of 10 seeds had a return of at least 475.
+it). With this rollout and step size, decaying over 300 k steps (`decay_steps`), 21 of 24 seeds end
+with CartPole-v1 solved (a return of at least 475), with `learning_rate` 2e-3 23 of 24; which ones
+differs between processors, which round differently. A constant step size solves it as early, but
+the policy stumbles now and then: at step 300 k, 7 of 10 seeds were there.
 """
 
 from __future__ import annotations
