@@ -202,13 +202,13 @@ def collect(
     )
     if distribution is not None:
         transition = transition.replace(log_prob=distribution.log_prob(transition.action))
-    if together:
-        value = _values_together(policy, params, transition.obs, together)
-        transition = transition.replace(value=value)
 
     done = transition.terminated | transition.truncated
     is_first = jnp.concatenate([actor.is_first[None], done[:-1]])
     transition = transition.replace(is_first=is_first)
+    if together:
+        value = _values_together(policy, params, transition.obs, is_first, together)
+        transition = transition.replace(value=value)
     statistics, episodes = _episodes(transition, actor.statistics)
     final = FinalRows(
         obs=state.final_obs,
@@ -295,16 +295,18 @@ def _steps_together(policy: Any, actor: ActorState, num_steps: int) -> int:
     return fitting[-1] if len(fitting) > 1 else 0
 
 
-def _values_together(policy: Any, params: PyTree, obs: PyTree, together: int) -> PyTree:
+def _values_together(
+    policy: Any, params: PyTree, obs: PyTree, is_first: Array, together: int
+) -> PyTree:
     """[T, B] values of observations [T, B, ...], `together` steps at a time."""
-    num_steps, num_envs = jax.tree.leaves(obs)[0].shape[:2]
-    chunks = jax.tree.map(lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), obs)
-    # A policy without a carry does not look at is_first.
-    is_first = jnp.zeros(together * num_envs, bool)
+    num_steps, num_envs = is_first.shape
+    chunks = jax.tree.map(
+        lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), (obs, is_first)
+    )
     if together == num_steps:
-        values = policy.value(params, (), jax.tree.map(lambda x: x[0], chunks), is_first)
+        values = policy.value(params, (), *jax.tree.map(lambda x: x[0], chunks))
     else:
-        values = lax.map(lambda rows: policy.value(params, (), rows, is_first), chunks)
+        values = lax.map(lambda rows: policy.value(params, (), *rows), chunks)
     return jax.tree.map(lambda v: v.reshape(num_steps, num_envs), values)
 
 
