@@ -9,6 +9,10 @@ A truncated step bootstraps from V(final observation) under the policy's own car
 environments reset on the next step, the final observation is the next row's own, so its value is
 there already; where they reset on the same step, the final observations of truncated steps are
 valued after the loop, B at a time.
+
+The loop waits for an action at every step, so a step computes no more than it must: the noise of
+a rollout is drawn before, and the values of a feed-forward policy whose critic is a network of its
+own are left to after.
 """
 
 from __future__ import annotations
@@ -22,6 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll.collectors.batched import (
+    action_draws,
+    steps_together,
+    take_action,
+    values_together,
+)
 from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
 from jaxroll.spaces import Space, zeros
@@ -35,8 +45,6 @@ from jaxroll.types import (
     Rollout,
     Transition,
 )
-
-_fold_in = jax.jit(jax.random.fold_in)
 
 
 class HostCollector:
@@ -121,16 +129,18 @@ class HostCollector:
         """
         length = self._checked_length(num_steps)
         self._check_actor(actor)
-        act, value, finish = self._programs
-        envs, key = self.envs, _fold_in(actor.key, actor.num_rollouts)
-        carry = actor.carry
+        envs, programs, carry = self.envs, self._programs, actor.carry
+        together = steps_together(self.policy, actor, num_steps)
+        draws, values = programs.begin(num_steps, params, actor)
         seen = _Seen.create(envs.observation_space, num_steps, actor)
         actions = outputs = None
         cuts, carries = [], []
         for t in range(num_steps):
             if t % length == 0:
                 carries.append(carry)
-            carry, action, output = act(params, carry, seen.obs.at(t), seen.is_first[t], key, t)
+            carry, action, output = programs.act(
+                bool(together), params, carry, seen.obs.at(t), seen.is_first[t], draws, t
+            )
             if actions is None or outputs is None:
                 actions, outputs = _Stack(action, num_steps), _Stack(output, num_steps)
             actions.write(t, action)
@@ -146,15 +156,16 @@ class HostCollector:
         self._steps_taken += num_steps
 
         rows = {"action": actions.tree(), **outputs.tree()}
-        if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(rows["value"]):
+        if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(values):
             rows["bootstrap_value"] = _final_values(
-                value, params, cuts, rows["value"], envs.num_envs
+                programs.value, params, cuts, values, envs.num_envs
             )
         final = self._final(cuts, seen.obs.at(0), carry, num_steps)
         after = actor.replace(carry=carry, env=np.int32(self._steps_taken))
-        return finish(
+        return programs.finish(
             self._bootstrap,
             envs.resets_on_next_step,
+            together,
             params,
             after,
             seen.tree(),
@@ -344,10 +355,10 @@ class _Cut:
 
 
 def _final_values(
-    value: Any, params: PyTree, cuts: list[_Cut], like: PyTree, num_envs: int
+    value: Any, params: PyTree, cuts: list[_Cut], zero: PyTree, num_envs: int
 ) -> PyTree:
     """[T, B] V(final observation) where a step was cut, 0 elsewhere."""
-    values = jax.tree.map(np.zeros_like, like)
+    values = jax.tree.map(np.array, zero)
     if not cuts:
         return values
     steps = np.concatenate([np.full(len(cut.envs), cut.step) for cut in cuts])
@@ -363,25 +374,43 @@ def _final_values(
     return values
 
 
+class _Programs(NamedTuple):
+    begin: Any  # (num_steps, params, actor) -> (draws, values of zero), both [T, ...]
+    act: Any  # one step: (carry, action, what is kept of the output)
+    value: Any
+    finish: Any  # the actor and the rollout from all that was written
+
+
 @functools.lru_cache(maxsize=128)
-def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
-    """(act, value, finish), jitted once for all collectors with an equal policy."""
+def _programs(policy: Any, deterministic: bool) -> _Programs:
+    """Jitted once for all collectors with an equal policy."""
     act_extras = getattr(policy, "act_extras", None)
 
-    @jax.jit
-    def act(params, carry, obs, is_first, key, t):
+    @functools.partial(jax.jit, static_argnums=0)
+    def begin(num_steps, params, actor):
+        key = jax.random.fold_in(actor.key, actor.num_rollouts)
+        draws = action_draws(policy, params, actor, key, num_steps, deterministic)
+        value = jax.eval_shape(policy.value, params, actor.carry, actor.obs, actor.is_first)
+        return draws, jax.tree.map(lambda v: jnp.zeros((num_steps, *v.shape), v.dtype), value)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def act(leaves_value, params, carry, obs, is_first, draws, t):
         carry, output = policy.apply(params, carry, obs, is_first)
         distribution = output.distribution
-        if deterministic:
-            action = distribution.mode()
-        else:
-            action = distribution.sample(jax.random.fold_in(key, t))
-        extras = act_extras(params, output, action) if act_extras else output.extras
-        log_prob = distribution.log_prob(action)
-        return carry, action, {"log_prob": log_prob, "value": output.value, "extras": extras}
+        action = take_action(distribution, jax.tree.map(lambda x: x[t], draws), deterministic)
+        kept = {
+            "log_prob": distribution.log_prob(action),
+            "extras": act_extras(params, output, action) if act_extras else output.extras,
+        }
+        return carry, action, kept if leaves_value else {**kept, "value": output.value}
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def finish(bootstrap, resets_on_next_step, params, actor, trajectory, rows, final, carries):
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def finish(
+        bootstrap, resets_on_next_step, together, params, actor, trajectory, rows, final, carries
+    ):
+        obs, is_first = jax.tree.map(lambda x: x[:-1], (trajectory.obs, trajectory.is_first))
+        if together:
+            rows = {**rows, "value": values_together(policy, params, obs, is_first, together)}
         last_obs = jax.tree.map(lambda x: x[-1], trajectory.obs)
         last_is_first = trajectory.is_first[-1]
         last_value = policy.value(params, actor.carry, last_obs, last_is_first)
@@ -398,11 +427,11 @@ def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
         statistics, episodes = _episodes(actor.statistics, trajectory)
         rollout = Rollout(
             transition=Transition(
-                obs=jax.tree.map(lambda x: x[:-1], trajectory.obs),
+                obs=obs,
                 reward=trajectory.reward,
                 terminated=trajectory.terminated,
                 truncated=trajectory.truncated,
-                is_first=trajectory.is_first[:-1],
+                is_first=is_first,
                 valid=trajectory.valid if resets_on_next_step else None,
                 **rows,
             ),
@@ -422,7 +451,7 @@ def _programs(policy: Any, deterministic: bool) -> tuple[Any, Any, Any]:
         )
         return actor, rollout
 
-    return act, jax.jit(policy.value), finish
+    return _Programs(begin, act, jax.jit(policy.value), finish)
 
 
 def _episodes(

@@ -25,6 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxroll.collectors.batched import (
+    action_draws,
+    steps_together,
+    take_action,
+    values_together,
+)
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
 from jaxroll.minibatches import divisors
@@ -42,8 +48,6 @@ from jaxroll.types import (
 
 # Folded into an actor's key for the resets; no rollout has this number.
 RESET_FOLD = 2**31 - 1
-# Values after the scan: so many rows at a time at most, of so many numbers.
-_VALUE_ROWS, _VALUE_NUMBERS = 4096, 2**20
 # What environments draw ahead, such as the starts of episodes, takes so many bytes at most.
 _DRAWN_BYTES = 2**23
 # A final observation of up to so many bytes is chosen by `where`; a larger one is scattered.
@@ -150,14 +154,14 @@ def collect(
     env_key, policy_key = jax.random.split(jax.random.fold_in(actor.key, actor.num_rollouts))
     # Keys and noise of the whole rollout at once: many small draws cost more than one large.
     env_draws = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
-    draws, act = _actions(policy, params, actor, policy_key, num_steps, deterministic)
+    draws = action_draws(policy, params, actor, policy_key, num_steps, deterministic)
     act_extras = getattr(policy, "act_extras", None)
-    together = _steps_together(policy, actor, num_steps)
+    together = steps_together(policy, actor, num_steps)
 
     def step(state: _Running, inputs: tuple) -> tuple[_Running, tuple[Transition, Any]]:
         env_draw, draw = inputs
         carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
-        action = act(output.distribution, draw)
+        action = take_action(output.distribution, draw, deterministic)
         env_state, timestep = jax.vmap(env.step)(env_draw, state.env, action)
         terminated = timestep.terminated.astype(bool)
         truncated = timestep.truncated.astype(bool)
@@ -207,7 +211,7 @@ def collect(
     is_first = jnp.concatenate([actor.is_first[None], done[:-1]])
     transition = transition.replace(is_first=is_first)
     if together:
-        value = _values_together(policy, params, transition.obs, is_first, together)
+        value = values_together(policy, params, transition.obs, is_first, together)
         transition = transition.replace(value=value)
     statistics, episodes = _episodes(transition, actor.statistics)
     final = FinalRows(
@@ -260,54 +264,6 @@ def _env_draws(env: Any, keys: jax.Array) -> PyTree:
     if keys.size * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one)) > _DRAWN_BYTES:
         return keys
     return jax.vmap(jax.vmap(functools.partial(draw_ahead, env)))(keys)
-
-
-def _actions(
-    policy: Any, params: PyTree, actor: ActorState, key: jax.Array, num_steps: int, mode: bool
-) -> tuple[PyTree, Any]:
-    """([T, ...] draws, (distribution, one draw) -> action).
-
-    A distribution with `noise` and `sample_with` has its noise drawn for the whole rollout;
-    `noise` reads shapes and dtypes only, so it can be asked before any output is there.
-    """
-    if mode:
-        return None, lambda distribution, _: distribution.mode()
-    _, output = jax.eval_shape(policy.apply, params, actor.carry, actor.obs, actor.is_first)
-    if hasattr(output.distribution, "noise") and hasattr(output.distribution, "sample_with"):
-        noise = output.distribution.noise(key, (num_steps,))
-        return noise, lambda distribution, draw: distribution.sample_with(draw)
-    keys = jax.random.split(key, num_steps)
-    return keys, lambda distribution, key: distribution.sample(key)
-
-
-def _steps_together(policy: Any, actor: ActorState, num_steps: int) -> int:
-    """How many steps to value at once after the scan; 0: each within its own step.
-
-    Within the step where the value shares its torso with the distribution or has a carry, and
-    where one step has as many rows as a matrix product needs to be fast.
-    """
-    if jax.tree.leaves(actor.carry) or not getattr(policy, "has_separate_value", False):
-        return 0
-    num_envs = actor.is_first.shape[0]
-    numbers = sum(x.size for x in jax.tree.leaves(actor.obs)) // num_envs
-    rows = min(_VALUE_ROWS, _VALUE_NUMBERS // max(1, numbers))
-    fitting = [n for n in divisors(num_steps) if n * num_envs <= rows]
-    return fitting[-1] if len(fitting) > 1 else 0
-
-
-def _values_together(
-    policy: Any, params: PyTree, obs: PyTree, is_first: Array, together: int
-) -> PyTree:
-    """[T, B] values of observations [T, B, ...], `together` steps at a time."""
-    num_steps, num_envs = is_first.shape
-    chunks = jax.tree.map(
-        lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), (obs, is_first)
-    )
-    if together == num_steps:
-        values = policy.value(params, (), *jax.tree.map(lambda x: x[0], chunks))
-    else:
-        values = lax.map(lambda rows: policy.value(params, (), *rows), chunks)
-    return jax.tree.map(lambda v: v.reshape(num_steps, num_envs), values)
 
 
 def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:

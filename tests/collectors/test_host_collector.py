@@ -15,6 +15,7 @@ from jaxroll.collectors.callback import CallbackEnv
 from jaxroll.collectors.host import HostCollector
 from jaxroll.distributions import Categorical
 from jaxroll.envs import HostEnv, HostStep, VectorHostEnv, make_env
+from jaxroll.networks import ActorCriticPolicy, make_policy
 from jaxroll.types import PolicyOutput
 from tests.envs.scripted import NUM_ACTIONS, ScriptedGym, ScriptedVector, hand_stepped
 
@@ -210,7 +211,28 @@ def test_one_compilation_serves_every_rollout_and_every_equal_collector():
             actor = collector.init(jax.random.key(0))
             for _ in range(3):
                 actor, _ = collector.collect((), actor, 8)
-    assert len(traces) == 1
+    assert len(traces) == 2  # for the shapes of the noise, and for the step
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_after_the_loop_equal_those_within_the_step(mode):
+    class InStep(ActorCriticPolicy):
+        has_separate_value = False
+
+    def collected(kind):
+        envs = scripted("own", mode, 3)
+        policy = make_policy(envs.observation_space, envs.action_space, hidden_sizes=(8,))
+        assert policy.has_separate_value
+        if kind is InStep:
+            policy = InStep(policy.architecture, policy.shared_torso)
+        collector = HostCollector(envs, policy)
+        actor = collector.init(jax.random.key(1))
+        return collector.collect(policy.init(jax.random.key(2), actor.obs), actor, 14)[1]
+
+    after, within = collected(ActorCriticPolicy), collected(InStep)
+    assert bool(after.transition.truncated.any())
+    np.testing.assert_array_equal(after.transition.action, within.transition.action)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), after, within)
 
 
 def test_an_exception_of_an_environment_surfaces_and_the_others_are_closed():
