@@ -93,8 +93,9 @@ def _add_in_scan(
     first = jax.tree.map(lambda x: x[0], steps)
 
     def produced(step: Transition) -> Transition:
-        # Stands for an environment: each row is computed, not only copied.
-        return step.replace(obs=step.obs + jnp.ones((), dtype))
+        # Stands for an environment: every leaf is computed. What a scan only hands through it
+        # does not stack at all.
+        return jax.tree.map(lambda x: ~x if x.dtype == bool else x + jnp.ones((), x.dtype), step)
 
     def jaxroll(steps: Transition) -> PyTree:
         empty = RolloutStorage.create(first, num_steps)
