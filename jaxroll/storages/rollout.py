@@ -156,11 +156,13 @@ class RolloutStorage(Storage):
         """
         transition = check_like("transition", transition, _row(self.data))
         full = self.is_full
-        index = jnp.minimum(self.position, self.num_steps - 1)
 
         def write(x: Array, row: Array, index: Array, keep: Array) -> Array:
-            old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(x, jnp.where(keep, old, row), index, 0)
+            # Both slices move an index past the end to the last row, which is then kept.
+            options: dict[str, Any] = {"allow_negative_indices": False}
+            old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False, **options)
+            row = jnp.where(keep, old, row)
+            return jax.lax.dynamic_update_index_in_dim(x, row, index, 0, **options)
 
         initial_carry = self.initial_carry
         self._expects_carry("add(transition, carry)", carry)
@@ -169,10 +171,10 @@ class RolloutStorage(Storage):
             length = self.sequence_length or self.num_steps
             inside = full | (self.position % length != 0)
             initial_carry = jax.tree.map(
-                lambda x, row: write(x, row, index // length, inside), initial_carry, carry
+                lambda x, row: write(x, row, self.position // length, inside), initial_carry, carry
             )
         return self.replace(
-            data=jax.tree.map(lambda x, row: write(x, row, index, full), self.data, transition),
+            data=jax.tree.map(lambda x, row: write(x, row, self.position, full), self.data, transition),
             initial_carry=initial_carry,
             position=jnp.where(full, self.position, self.position + 1),
             dropped=self.dropped + full,
