@@ -24,10 +24,13 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxroll.minibatches import MinibatchPlan
+from jaxroll.optimizers import apply_gradient, flatten
 from jaxroll.types import Array, PyTree
 
 # On a CPU, rows that go through a loss together: their activations stay in the cache.
 CHUNK_ROWS = 2048
+# From so many steps on it pays to lay an optimiser's state out as vectors, and back again.
+_FLAT_UPDATES = 4
 Reduction = Literal["fast", "exact"]
 Loss = Callable[[PyTree, Any], tuple[Array, Array, PyTree]]
 
@@ -212,131 +215,6 @@ def gradient(
     return summed, metrics
 
 
-class Guarded(optax.GradientTransformationExtraArgs):
-    """An optimiser that guards its own state.
-
-    `update` takes the gradient's `norm` as well, and changes nothing where that is not finite. Any
-    other optax transformation is guarded from outside, at the price of a copy of its state.
-    """
-
-
-def clipped_adam(
-    learning_rate: Array, max_norm: Array, *, epsilon: Array, b1: float = 0.9, b2: float = 0.999
-) -> Guarded:
-    """Adam behind a clip of the gradient's global norm (Kingma & Ba, 2015).
-
-        m ← β₁ m + (1 − β₁) g,  v ← β₂ v + (1 − β₂) g²,  θ ← θ − α m̂ / (√v̂ + ε)
-
-    Args:
-      learning_rate: α.
-      max_norm: the gradient is scaled down to this norm; inf: never.
-      epsilon: ε.
-      b1: β₁.
-      b2: β₂.
-
-    Example:
-      >>> optimizer = clipped_adam(jnp.float32(0.1), jnp.float32(1.0), epsilon=jnp.float32(1e-5))
-      >>> params = {"w": jnp.zeros(2)}
-      >>> grads = {"w": jnp.array([3.0, -4.0])}
-      >>> params, _, report = apply_gradient(optimizer, params, optimizer.init(params), grads)
-      >>> params["w"].round(3), float(report["grad_norm"])
-      (Array([-0.1,  0.1], dtype=float32), 5.0)
-    """
-    init = optax.scale_by_adam(b1, b2).init
-
-    def update(grads: PyTree, state: Any, params: Any = None, *, norm: Any = None) -> Any:
-        finite, grads = _scaled(grads, norm, max_norm)
-        count = state.count + finite.astype(state.count.dtype)
-        times = jnp.maximum(count, 1).astype(jnp.float32)
-        mu = _decayed(state.mu, grads, b1, finite)
-        nu = _decayed(state.nu, jax.tree.map(jnp.square, grads), b2, finite)
-        step = jnp.where(finite, learning_rate, 0) / (1 - b1**times)
-        scale = jax.lax.rsqrt(1 - b2**times)
-        updates = jax.tree.map(
-            lambda m, v: -(step * m / (jnp.sqrt(v) * scale + epsilon)).astype(m.dtype), mu, nu
-        )
-        return updates, optax.ScaleByAdamState(count, mu, nu)
-
-    return Guarded(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def clipped_rmsprop(
-    learning_rate: Array, max_norm: Array, *, decay: Array, epsilon: Array
-) -> Guarded:
-    """RMSprop behind a clip of the gradient's global norm; ε stands under the root.
-
-        v ← ρ v + (1 − ρ) g²,  θ ← θ − α g / √(v + ε)
-
-    Args:
-      learning_rate: α.
-      max_norm: the gradient is scaled down to this norm; inf: never.
-      decay: ρ.
-      epsilon: ε.
-    """
-    init = optax.scale_by_rms().init
-
-    def update(grads: PyTree, state: Any, params: Any = None, *, norm: Any = None) -> Any:
-        finite, grads = _scaled(grads, norm, max_norm)
-        nu = _decayed(state.nu, jax.tree.map(jnp.square, grads), decay, finite)
-        step = jnp.where(finite, learning_rate, 0)
-        updates = jax.tree.map(
-            lambda g, v: -(step * g * jax.lax.rsqrt(v + epsilon)).astype(g.dtype), grads, nu
-        )
-        return updates, state._replace(nu=nu)
-
-    return Guarded(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _scaled(grads: PyTree, norm: Any, max_norm: Array) -> tuple[Array, PyTree]:
-    """(whether the norm is finite, the gradient clipped to it, or zeros)."""
-    norm = jnp.sqrt(sum(squared_norms(grads))) if norm is None else norm
-    finite = jnp.isfinite(norm)
-    factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
-    return finite, jax.tree.map(lambda g: jnp.where(finite, g * factor.astype(g.dtype), 0), grads)
-
-
-def _decayed(moments: PyTree, news: PyTree, decay: Any, finite: Array) -> PyTree:
-    """Exponential averages; scalars decide whether they move, so that they are written in place."""
-    kept, gained = jnp.where(finite, decay, 1.0), jnp.where(finite, 1 - decay, 0.0)
-    return jax.tree.map(
-        lambda m, g: kept.astype(m.dtype) * m + gained.astype(m.dtype) * g, moments, news
-    )
-
-
-def squared_norms(grads: PyTree) -> list[Array]:
-    """Σ g² of each leaf, in float32."""
-    return [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-
-
-def apply_gradient(
-    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, grads: PyTree
-) -> tuple[PyTree, PyTree, dict[str, Array]]:
-    """One optimiser step; a gradient that is not finite changes nothing and is counted.
-
-    Returns:
-      (params, opt_state, report): `grad_norm` [], before clipping, and `nonfinite` [leaves]
-      int32, 1 for each leaf of params whose gradient is not finite.
-    """
-    squares = squared_norms(grads)
-    norm = jnp.sqrt(sum(squares))
-    finite = jnp.isfinite(norm)
-    if isinstance(optimizer, Guarded):
-        updates, new_state = optimizer.update(grads, opt_state, params, norm=norm)
-        new_params = optax.apply_updates(params, updates)
-    else:
-        updates, new_state = optimizer.update(grads, opt_state, params)
-        new_params, new_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (optax.apply_updates(params, updates), new_state),
-            (params, opt_state),
-        )
-    report = {
-        "grad_norm": jnp.where(finite, norm, 0),
-        "nonfinite": (~jnp.isfinite(jnp.stack(squares))).astype(jnp.int32),
-    }
-    return new_params, new_state, report
-
-
 def minibatch_updates(
     loss: Loss,
     optimizer: optax.GradientTransformation,
@@ -368,7 +246,10 @@ def minibatch_updates(
       (params, opt_state, metrics): metrics have a leading axis [E·M].
     """
     rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), plans)
-    count = rows.indices.shape[1]
+    num_updates, count = rows.indices.shape[:2]
+    restore: Callable[[PyTree], PyTree] = lambda state: state  # noqa: E731
+    if num_updates >= _FLAT_UPDATES:
+        optimizer, opt_state, restore = flatten(optimizer, params, opt_state)
 
     def step(carry: tuple[PyTree, PyTree], row: MinibatchPlan) -> tuple[Any, Any]:
         params, opt_state = carry
@@ -392,4 +273,4 @@ def minibatch_updates(
         return (params, opt_state), (metrics, report)
 
     (params, opt_state), metrics = jax.lax.scan(step, (params, opt_state), rows)
-    return params, opt_state, metrics
+    return params, restore(opt_state), metrics

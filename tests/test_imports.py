@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
     {"_version", "_toml", "types", "spaces"},
     {"sums"},
-    {"estimators", "minibatches", "losses", "distributions", "normalizers"},
+    {"estimators", "minibatches", "losses", "distributions", "normalizers", "optimizers"},
     {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
     {"collectors", "export"},
     {"loop"},

@@ -9,10 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxroll import RolloutStorage, Transition
 from jaxroll.learners import (
-    apply_gradient,
     check_reduction,
-    clipped_adam,
-    clipped_rmsprop,
     gather_actors,
     gradient,
     map_actors,
@@ -124,62 +121,6 @@ def test_map_actors_maps_the_leading_axis(count, reduction):
     x, y = jnp.arange(2.0 * count).reshape(count, 2), jnp.arange(float(count))
     out = map_actors(lambda x, y: {"sum": x.sum() + y}, x, y, reduction=reduction)
     np.testing.assert_array_equal(out["sum"], x.sum(1) + y)
-
-
-MAX_NORM = jnp.float32(0.5)
-OPTIMIZERS = {
-    "adam": (
-        clipped_adam(jnp.float32(0.1), MAX_NORM, epsilon=jnp.float32(1e-5)),
-        optax.adam(0.1, eps=1e-5),
-    ),
-    "rmsprop": (
-        clipped_rmsprop(
-            jnp.float32(0.1), MAX_NORM, decay=jnp.float32(0.9), epsilon=jnp.float32(0.01)
-        ),
-        optax.rmsprop(0.1, decay=0.9, eps=0.01),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimisers_are_those_of_optax_behind_its_clip(name):
-    ours, theirs = OPTIMIZERS[name]
-    theirs = optax.chain(optax.clip_by_global_norm(0.5), theirs)
-    params = expected = PARAMS
-    state, their_state = ours.init(params), theirs.init(params)
-    rng = np.random.default_rng(0)
-    for scale in (0.01, 1, 1, 10, 0.1, 1e3):
-        grads = jax.tree.map(lambda x, k=scale: jnp.asarray(k * rng.normal(size=x.shape)), PARAMS)
-        norm = optax.global_norm(grads)
-        params, state, report = apply_gradient(ours, params, state, grads)
-        updates, their_state = theirs.update(grads, their_state, expected)
-        expected = optax.apply_updates(expected, updates)
-        np.testing.assert_allclose(report["grad_norm"], norm, rtol=1e-6)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), params, expected)
-
-
-def test_without_a_norm_given_an_optimiser_finds_it():
-    ours, _ = OPTIMIZERS["adam"]
-    grads = {"w": jnp.array([3.0, 0.0, 4.0]), "b": jnp.array(0.0)}
-    plain = ours.update(grads, ours.init(PARAMS), PARAMS)
-    given = ours.update(grads, ours.init(PARAMS), PARAMS, norm=jnp.float32(5))
-    jax.tree.map(np.testing.assert_array_equal, plain, given)
-
-
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("seen", [0, 2])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "optax"])
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(name, seen, bad):
-    optimizer = optax.adam(0.1) if name == "optax" else OPTIMIZERS[name][0]
-    params, opt_state = PARAMS, optimizer.init(PARAMS)
-    for _ in range(seen):
-        good = {"w": jnp.array([1.0, 2.0, -1.0]), "b": jnp.array(1.0)}
-        params, opt_state, _ = apply_gradient(optimizer, params, opt_state, good)
-    grads = {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.array(1.0)}
-    after = apply_gradient(optimizer, params, opt_state, grads)
-    jax.tree.map(np.testing.assert_array_equal, after[:2], (params, opt_state))
-    assert after[2]["nonfinite"].tolist() == [0, 1]  # leaves in order: b, w
-    assert after[2]["grad_norm"] == 0
 
 
 def test_minibatch_updates_take_one_step_for_each_row_of_the_plan():

@@ -19,12 +19,12 @@ from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import (
     Reduction,
-    clipped_adam,
     map_actors,
     minibatch_updates,
     sum_actors,
 )
 from jaxroll.minibatches import divisors
+from jaxroll.optimizers import clipped_adam
 from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import RolloutStorage, Storage
 from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout

@@ -11,7 +11,8 @@ and V is asked once, after the scan. A step that finds no row left takes V(obs) 
 
 What no later step needs is left to after the scan, for many rows at once: log-probabilities, and
 the values of a feed-forward policy whose critic is a network of its own. What an environment takes
-from its key alone, such as the start of the next episode, is drawn before.
+from its key alone, such as the start of the next episode, is drawn before. What a few environments
+carry and write, a few numbers in many leaves, goes through the scan as one array (`packing`).
 
 Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at once.
 """
@@ -31,6 +32,7 @@ from jaxroll.collectors.batched import (
     take_action,
     values_together,
 )
+from jaxroll.collectors.packing import Packed, Packing
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
 from jaxroll.minibatches import divisors
@@ -267,18 +269,32 @@ def _env_draws(env: Any, keys: jax.Array) -> PyTree:
 
 
 def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:
-    """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...]."""
+    """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...].
+
+    Small leaves of the state and of what a step returns travel as one array.
+    """
+    num_envs = state.is_first.shape[0]
+    states, outputs = Packing.of(state, num_envs), []
+
+    def packed_step(state: Packed, inputs: tuple) -> tuple[Packed, Packed]:
+        after, output = step(states.unpack(state), inputs)
+        outputs.append(Packing.of(output, num_envs))
+        return states.pack(after), outputs[-1].pack(output)
+
+    start = states.pack(state)
     if not jax.tree.leaves(state.carry) or length == jax.tree.leaves(inputs)[0].shape[0]:
-        after, transition = lax.scan(step, state, inputs)
-        return after, transition, jax.tree.map(lambda x: x[None], state.carry)
+        after, output = lax.scan(packed_step, start, inputs)
+        carries = jax.tree.map(lambda x: x[None], state.carry)
+    else:
 
-    def sequence(state: _Running, inputs: tuple) -> tuple[_Running, tuple]:
-        after, transition = lax.scan(step, state, inputs)
-        return after, (transition, state.carry)
+        def sequence(state: Packed, inputs: tuple) -> tuple[Packed, tuple]:
+            after, output = lax.scan(packed_step, state, inputs)
+            return after, (output, states.unpack(state).carry)
 
-    chunks = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), inputs)
-    after, (transition, carries) = lax.scan(sequence, state, chunks)
-    return after, jax.tree.map(_merge, transition), carries
+        chunks = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), inputs)
+        after, (output, carries) = lax.scan(sequence, start, chunks)
+        output = jax.tree.map(_merge, output)
+    return states.unpack(after), outputs[-1].unpack(output), carries
 
 
 def _empty(tree: PyTree, rows: int) -> PyTree:

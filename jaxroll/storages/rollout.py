@@ -173,10 +173,11 @@ class RolloutStorage(Storage):
             initial_carry = jax.tree.map(
                 lambda x, row: write(x, row, self.position // length, inside), initial_carry, carry
             )
+        position = self.position
         return self.replace(
-            data=jax.tree.map(lambda x, row: write(x, row, self.position, full), self.data, transition),
+            data=jax.tree.map(lambda x, row: write(x, row, position, full), self.data, transition),
             initial_carry=initial_carry,
-            position=jnp.where(full, self.position, self.position + 1),
+            position=jnp.where(full, position, position + 1),
             dropped=self.dropped + full,
             has_targets=jnp.zeros_like(self.has_targets),
         )

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxroll import spaces
-from jaxroll.collectors import collect, init_actor, rollout as rollout_module
+from jaxroll.collectors import collect, init_actor, packing, rollout as rollout_module
 from jaxroll.distributions import Categorical
 from jaxroll.envs import make_env
 from jaxroll.networks import make_policy
@@ -279,13 +279,13 @@ def test_values_after_the_scan_equal_those_within_the_step(num_envs):
     assert bool(got[1].transition.truncated.any())
 
 
-@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW"])
+@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW", "_SMALL_BYTES"])
 def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
     env = make_env("CartPole-v1", max_steps_in_episode=5)
     policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
     actor, params = start(env, policy)
     expected = run(env, policy, params, actor, 12)
-    monkeypatch.setattr(rollout_module, name, 0)
+    monkeypatch.setattr(packing if name == "_SMALL_BYTES" else rollout_module, name, 0)
     leaves_close(collect(env, policy, params, actor, 12), expected)
 
 
