@@ -338,7 +338,7 @@ def test_resume_takes_settings_and_says_what_is_another_run(run, capsys):
     assert main([*again, "seed=1"]) == 2
     assert "the run has seed 0, and goes on with it; got seed 1" in capsys.readouterr().err
     assert (out / "config.toml").read_text() == before
-    with pytest.warns(CheckpointWarning, match="goes on with learning_rate = 0.01, before 0.001"):
+    with pytest.warns(CheckpointWarning, match="goes on with learning_rate = 0.01, before 0.002"):
         assert main([*again, "learning_rate=0.01", "--set", "time_budget=1e-3"]) == 0
     config = Config.read(out)
     assert (config.time_budget, config.hyperparameters["learning_rate"]) == (1e-3, 0.01)
