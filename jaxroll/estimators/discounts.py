@@ -11,6 +11,7 @@ used (the bootstrap value of a step that was not truncated, a row that is not va
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll.types import Array
-
-LARGE = 8 * 2**20  # bytes of an array; see `goes_by_rows`
 
 
 def after(onward: Array, row: Any) -> Array:
@@ -83,37 +82,64 @@ def errors(row: Any, following: Array) -> Array:
     return only_valid(row.valid, found, jnp.zeros_like(found))
 
 
-def goes_by_rows(x: Array) -> bool:
-    """Whether a walk that computes everything row by row is faster than whole arrays before it.
-
-    So it is on a CPU once temporary arrays exceed its cache. Elsewhere a row is too little work.
-    """
-    return x.nbytes >= LARGE and jax.default_backend() == "cpu"
-
-
 def decayed_sums(x: Array, decay: Array, rows: Any, *, unroll: int) -> Array:
     """Sums to the end of each episode: sₜ = xₜ + decayₜ sₜ₊₁, and sₜ₊₁ = 0 behind an end.
 
     What does not depend on s is computed before, for all rows at once: only one product and one
-    sum are left for the walk, which is what a narrow rollout's time goes into.
+    sum are left for the walk, which writes s over x, so that no further array is touched.
 
     Args:
       x: [T, B].
       decay: a scalar or [T, B].
       rows: has `terminated`, `truncated` and `valid`, [T, B] or None.
-      unroll: passed to `jax.lax.scan`.
+      unroll: passed to `jax.lax.scan`; at 1 the walk is done in place.
 
     Returns:
       [T, B].
     """
+    ended = has_ended(rows)
+    walk = _sums_in_place if unroll == 1 else functools.partial(_scanned_sums, unroll=unroll)
+    return walk(x, decay, ended)
 
+
+def _next_sum(x: Array, decay: Array, ended: Array | None, onward: Array) -> Array:
+    return x + decay * nothing_behind(onward, ended)
+
+
+def _scanned_sums(x: Array, decay: Array, ended: Array | None, *, unroll: int = 1) -> Array:
     def step(onward: Array, row: Any) -> tuple[Array, Array]:
-        total = row.x + row.decay * nothing_behind(onward, row.ended)
+        total = _next_sum(row.x, row.decay, row.ended, onward)
         return total, total
 
     # zeros_like of data, not zeros: under shard_map a carry must vary as its data do.
     zero = jnp.zeros_like(x[-1])
-    return backward(step, zero, unroll=unroll, x=x, decay=decay, ended=has_ended(rows))
+    return backward(step, zero, unroll=unroll, x=x, decay=decay, ended=ended)
+
+
+@jax.custom_jvp
+def _sums_in_place(x: Array, decay: Array, ended: Array | None) -> Array:
+    """`_scanned_sums` without an array of its own for the result."""
+    num_steps = x.shape[0]
+
+    def at(x: Any, t: Array) -> Any:
+        if x is None or jnp.ndim(x) == 0:
+            return x
+        return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        sums, onward = carry
+        t = num_steps - 1 - i
+        total = _next_sum(at(sums, t), at(decay, t), at(ended, t), onward)
+        put = jax.lax.dynamic_update_index_in_dim
+        return put(sums, total, t, 0, allow_negative_indices=False), total
+
+    return jax.lax.fori_loop(0, num_steps, step, (x, jnp.zeros_like(x[-1])))[0]
+
+
+@_sums_in_place.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """By the scan: the gradient of a walk in place would copy the array at every step."""
+    return jax.jvp(_scanned_sums, primals, tangents)
 
 
 def backward(

@@ -5,9 +5,6 @@ Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.discounts`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -86,41 +83,18 @@ def vtrace(
 
     # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
     log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
-    rows = SimpleNamespace(**{**vars(x), "rhos": jnp.exp(log_rhos)})
-
-    def surprise(row: Any, error: Array, behind: Array) -> Array:
-        """g − v of a step, from its error and the next step's g − v."""
-        passed = row.discount * row.trace_lambda * jnp.minimum(row.clip_c, row.rhos)
-        return jnp.minimum(row.clip_rho, row.rhos) * error + passed * behind
-
-    def advantage(row: Any, error: Array, behind: Array) -> Array:
-        weight = jnp.minimum(row.clip_pg_rho, row.rhos)
-        return weight * (error + row.discount * row.trace_lambda * behind)
-
-    if not discounts.goes_by_rows(x.rewards):
-        # What does not need the walk is computed for all rows at once; the barrier has errors,
-        # which both need, computed once.
-        errors = discounts.errors(x, discounts.following(x.values, x.last_values))
-        rows.errors, rows.ended = jax.lax.optimization_barrier(errors), discounts.has_ended(x)
-
-        def walk(onward: Array, row: Any) -> tuple[Array, Array]:
-            found = surprise(row, row.errors, discounts.nothing_behind(onward, row.ended))
-            return found, found
-
-        zero = jnp.zeros_like(x.last_values)
-        needed = ("errors", "ended", "rhos", "discount", "trace_lambda", "clip_c", "clip_rho")
-        inputs = {name: getattr(rows, name) for name in needed}
-        surprises = discounts.backward(walk, zero, unroll=unroll, **inputs)
-        behind = discounts.nothing_behind(discounts.following(surprises, zero), rows.ended)
-        return Targets(advantage(rows, rows.errors, behind), x.values + surprises)
-
-    def step(onward: tuple[Array, Array], row: Any) -> tuple[tuple[Array, Array], Targets]:
-        value, behind = onward
-        error = discounts.errors(row, value)
-        behind = discounts.nothing_behind(behind, discounts.has_ended(row))
-        found = surprise(row, error, behind)
-        return (row.values, found), Targets(advantage(row, error, behind), row.values + found)
-
-    last = (x.last_values, jnp.zeros_like(x.last_values))
-    del rows.last_values  # no row
-    return discounts.backward(step, last, unroll=unroll, **vars(rows))
+    rhos = jnp.exp(log_rhos)
+    decay = x.discount * x.trace_lambda
+    # The barrier has errors, which both results need, computed once.
+    errors = discounts.errors(x, discounts.following(x.values, x.last_values))
+    errors = jax.lax.optimization_barrier(errors)
+    surprises = discounts.decayed_sums(  # g − v
+        jnp.minimum(x.clip_rho, rhos) * errors,
+        decay * jnp.minimum(x.clip_c, rhos),
+        x,
+        unroll=unroll,
+    )
+    behind = discounts.following(surprises, jnp.zeros_like(x.last_values))
+    behind = discounts.nothing_behind(behind, discounts.has_ended(x))
+    advantages = jnp.minimum(x.clip_pg_rho, rhos) * (errors + decay * behind)
+    return Targets(advantages, x.values + surprises)

@@ -3,18 +3,14 @@
 import estimator_reference as reference
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from estimator_calls import (
     CLIPS,
     assert_same,
     call,
     clean_case,
     each_kind,
-    expected,
     float32,
 )
-
-from jaxroll.estimators import discounts
 
 
 def test_gae_with_lambda_one_is_the_discounted_return():
@@ -33,15 +29,6 @@ def test_on_policy_vtrace_is_the_lambda_return():
     advantages, returns = call("vtrace", case)
     assert_same((advantages, returns), call("gae", case))
     assert_same((returns,), call("lambda_returns", case))
-
-
-@pytest.mark.parametrize(("name", "options"), [("vtrace", {}), ("vtrace", CLIPS)])
-@pytest.mark.parametrize("per_row", [False, True])
-def test_large_arrays_go_by_rows_and_equal_the_explicit_sum(monkeypatch, name, options, per_row):
-    monkeypatch.setattr(discounts, "LARGE", 0)
-    for seed in range(3):
-        case = reference.random_case(np.random.default_rng(seed), 11, 6, per_row=per_row)
-        assert_same(call(name, float32(case), **options), expected(name, case, **options))
 
 
 def test_unclipped_vtrace_of_a_ratio_that_is_one_ignores_the_clips():
