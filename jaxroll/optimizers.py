@@ -23,8 +23,10 @@ _SMALL = 2**16
 class Guarded(optax.GradientTransformationExtraArgs):
     """An optimiser that guards its own state.
 
-    `update` takes the gradient's `norm` as well, and changes nothing where that is not finite. Any
-    other optax transformation is guarded from outside, at the price of a copy of its state.
+    `update` takes the gradient's `norm` as well, and changes nothing where that is not finite.
+    Apart from the norm it treats every number alike: a small network's leaves may come to it as
+    one vector. Any other optax transformation is guarded from outside, at the price of a copy of
+    its state, and always sees the leaves.
     """
 
 
