@@ -82,7 +82,15 @@ def errors(row: Any, following: Array) -> Array:
     return only_valid(row.valid, found, jnp.zeros_like(found))
 
 
-def decayed_sums(x: Array, decay: Array, rows: Any, *, unroll: int) -> Array:
+def decayed_sums(
+    x: Array,
+    decay: Array,
+    rows: Any,
+    *,
+    ratios: Array | None = None,
+    bound: Array | None = None,
+    unroll: int,
+) -> Array:
     """Sums to the end of each episode: sₜ = xₜ + decayₜ sₜ₊₁, and sₜ₊₁ = 0 behind an end.
 
     What does not depend on s is computed before, for all rows at once: only one product and one
@@ -92,44 +100,47 @@ def decayed_sums(x: Array, decay: Array, rows: Any, *, unroll: int) -> Array:
       x: [T, B].
       decay: a scalar or [T, B].
       rows: has `terminated`, `truncated` and `valid`, [T, B] or None.
+      ratios: [T, B] by which decay is multiplied as well; None: by none.
+      bound: a scalar or [T, B], with ratios: no ratio counts for more.
       unroll: passed to `jax.lax.scan`; at 1 the walk is done in place.
 
     Returns:
       [T, B].
     """
-    ended = has_ended(rows)
     walk = _sums_in_place if unroll == 1 else functools.partial(_scanned_sums, unroll=unroll)
-    return walk(x, decay, ended)
+    return walk(x, {"decay": decay, "ratios": ratios, "bound": bound, "ended": has_ended(rows)})
 
 
-def _next_sum(x: Array, decay: Array, ended: Array | None, onward: Array) -> Array:
-    return x + decay * nothing_behind(onward, ended)
+def _next_sum(x: Array, row: dict[str, Any], onward: Array) -> Array:
+    decay = row["decay"]
+    if row["ratios"] is not None:
+        decay = decay * jnp.minimum(row["bound"], row["ratios"])
+    return x + decay * nothing_behind(onward, row["ended"])
 
 
-def _scanned_sums(x: Array, decay: Array, ended: Array | None, *, unroll: int = 1) -> Array:
+def _scanned_sums(x: Array, rows: dict[str, Any], *, unroll: int = 1) -> Array:
     def step(onward: Array, row: Any) -> tuple[Array, Array]:
-        total = _next_sum(row.x, row.decay, row.ended, onward)
+        total = _next_sum(row.x, vars(row), onward)
         return total, total
 
     # zeros_like of data, not zeros: under shard_map a carry must vary as its data do.
-    zero = jnp.zeros_like(x[-1])
-    return backward(step, zero, unroll=unroll, x=x, decay=decay, ended=ended)
+    return backward(step, jnp.zeros_like(x[-1]), unroll=unroll, x=x, **rows)
 
 
 @jax.custom_jvp
-def _sums_in_place(x: Array, decay: Array, ended: Array | None) -> Array:
+def _sums_in_place(x: Array, rows: dict[str, Any]) -> Array:
     """`_scanned_sums` without an array of its own for the result."""
     num_steps = x.shape[0]
 
     def at(x: Any, t: Array) -> Any:
-        if x is None or jnp.ndim(x) == 0:
+        if jnp.ndim(x) == 0:
             return x
         return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         sums, onward = carry
         t = num_steps - 1 - i
-        total = _next_sum(at(sums, t), at(decay, t), at(ended, t), onward)
+        total = _next_sum(at(sums, t), jax.tree.map(lambda x: at(x, t), rows), onward)
         put = jax.lax.dynamic_update_index_in_dim
         return put(sums, total, t, 0, allow_negative_indices=False), total
 

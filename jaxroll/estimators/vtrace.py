@@ -83,15 +83,16 @@ def vtrace(
 
     # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
     log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
-    rhos = jnp.exp(log_rhos)
     decay = x.discount * x.trace_lambda
-    # The barrier has errors, which both results need, computed once.
     errors = discounts.errors(x, discounts.following(x.values, x.last_values))
-    errors = jax.lax.optimization_barrier(errors)
+    # The barrier has both computed once: the walk and the advantages need them.
+    errors, rhos = jax.lax.optimization_barrier((errors, jnp.exp(log_rhos)))
     surprises = discounts.decayed_sums(  # g − v
         jnp.minimum(x.clip_rho, rhos) * errors,
-        decay * jnp.minimum(x.clip_c, rhos),
+        decay,
         x,
+        ratios=rhos,
+        bound=x.clip_c,
         unroll=unroll,
     )
     behind = discounts.following(surprises, jnp.zeros_like(x.last_values))
