@@ -18,8 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxroll.keys import unrolled
 from jaxroll.types import Array, Node, PyTree
 
+# A power of two from this on is shuffled by so many pairs of Feistel rounds.
+_SHUFFLED_SIZE, _ROUNDS = 256, 6
 By = Literal["step", "sequence", "environment"]
 Remainder = Literal["error", "drop", "pad"]
 
@@ -82,7 +85,7 @@ def plan(
     if shuffle:
         if key is None:
             raise ValueError("shuffle=True needs a key. Give jax.random.key(0), or shuffle=False.")
-        keys = jax.random.split(key, num_epochs)
+        keys = jax.random.split(unrolled(key), num_epochs)
         order = jax.vmap(lambda k: permutation(k, total))(keys)
     else:
         order = np.broadcast_to(np.arange(total, dtype=np.int32), (num_epochs, total))
@@ -134,11 +137,12 @@ def take(tree: PyTree, row: MinibatchPlan) -> PyTree:
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def permutation(key: jax.Array, n: int) -> Array:
-    """A uniform permutation of 0 … n − 1 by one sort of single words.
+    """A random permutation of 0 … n − 1.
 
-    Each word has random bits above and its index below, so the result is always a true
-    permutation and a tie between random bits only keeps the two in order (for n = 131072 there
-    are 47 random bits). TPUs have no 64-bit sort; there a pair of 32-bit words is sorted.
+    A power of two of at least 256 is shuffled by a Feistel network: arithmetic on each index alone,
+    no sort, and always a true permutation, by construction. It is one of at most 2³⁸⁴, picked by as
+    many random bits, and not of all n!; tests compare where elements, pairs and neighbours land
+    with chance. Any other n is sorted, see `_sorted_words`, which is uniform.
 
     Args:
       key: a PRNG key.
@@ -150,6 +154,40 @@ def permutation(key: jax.Array, n: int) -> Array:
     Example:
       >>> sorted(permutation(jax.random.key(0), 5).tolist())
       [0, 1, 2, 3, 4]
+
+    Mitchell et al., 2021, "Bandwidth-optimal random shuffling for GPUs"
+    """
+    key = unrolled(key)
+    if n >= _SHUFFLED_SIZE and n & (n - 1) == 0:
+        return _feistel(key, n)
+    return _sorted_words(key, n)
+
+
+def _feistel(key: jax.Array, n: int) -> Array:
+    """Indices as two halves of bits, each in turn changed by a random function of the other."""
+    bits = n.bit_length() - 1
+    low_bits = bits // 2
+    index = jnp.arange(n, dtype=jnp.uint32)
+    high, low = index >> low_bits, index & np.uint32((1 << low_bits) - 1)
+    for secret in jax.random.bits(key, (_ROUNDS, 2), jnp.uint32):
+        high = high ^ (_mixed(low, secret[0]) >> np.uint32(32 - (bits - low_bits)))
+        low = low ^ (_mixed(high, secret[1]) >> np.uint32(32 - low_bits))
+    return ((high << low_bits) | low).astype(jnp.int32)
+
+
+def _mixed(x: Array, secret: Array) -> Array:
+    """A word that depends on all bits of x and of the secret, its upper bits most."""
+    x = (x ^ secret) * np.uint32(0x9E3779B1)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x85EBCA77)
+    return (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE3D)
+
+
+def _sorted_words(key: jax.Array, n: int) -> Array:
+    """A permutation by one sort of single words.
+
+    Each word has random bits above and its index below, so the result is always a true
+    permutation and a tie between random bits only keeps the two in order (for n = 131072 there
+    are 47 random bits). TPUs have no 64-bit sort; there a pair of 32-bit words is sorted.
     """
     if jax.default_backend() == "tpu":
         bits = jax.random.bits(key, (n,), jnp.uint32)

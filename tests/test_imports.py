@@ -13,7 +13,7 @@ import jaxroll
 PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
     {"_version", "_toml", "types", "spaces"},
-    {"sums"},
+    {"sums", "keys"},
     {"estimators", "minibatches", "losses", "distributions", "normalizers", "optimizers"},
     {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
     {"collectors", "export"},

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 # The permutation.
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4096])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 255, 256, 512, 1000, 4096, 2**17])
 def test_permutation_has_each_index_once(n):
     for seed in range(3):
         order = permutation(jax.random.key(seed), n)
@@ -23,13 +23,14 @@ def test_permutation_has_each_index_once(n):
         assert sorted(order.tolist()) == list(range(n))
 
 
-def test_permutation_is_the_same_in_jit_vmap_and_shard_map():
+@pytest.mark.parametrize("n", [50, 512])
+def test_permutation_is_the_same_in_jit_vmap_and_shard_map(n):
     keys = jax.random.split(KEY, 8)
-    alone = np.stack([permutation(k, 50) for k in keys])
+    alone = np.stack([permutation(k, n) for k in keys])
     assert len({tuple(row) for row in alone}) == 8
-    jitted = jax.jit(lambda k: permutation(k, 50))
+    jitted = jax.jit(lambda k: permutation(k, n))
     np.testing.assert_array_equal(np.stack([jitted(k) for k in keys]), alone)
-    many = jax.vmap(lambda k: permutation(k, 50))
+    many = jax.vmap(lambda k: permutation(k, n))
     np.testing.assert_array_equal(many(keys), alone)
     np.testing.assert_array_equal(jax.jit(many)(keys), alone)
     mesh = jax.make_mesh((8,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -74,6 +75,45 @@ def test_permutation_is_uniform():
     orders = np.unique(np.asarray(four) @ np.array([64, 16, 4, 1]), return_counts=True)[1]
     assert orders.size == 24
     assert chi_square(orders) < 23 + 4 * 6.8
+
+
+def chi_square(counts, expected=None):
+    """How far counts are from what is expected (all equal), in deviations of that distance."""
+    expected = counts.sum() / counts.size if expected is None else expected
+    free = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - free) / np.sqrt(2 * free)
+
+
+@pytest.mark.parametrize("n", [256, 512, 4096])
+def test_a_shuffle_without_a_sort_is_as_good_as_chance(n):
+    """Where an element lands, how far two land apart, which element follows which, and how many
+    pairs of neighbours stay together in one of eight minibatches."""
+    count = 40_000 if n < 4096 else 20_000
+    keys = jax.random.split(jax.random.key(n), count)
+    draws = np.asarray(jax.jit(jax.vmap(lambda k: permutation(k, n)[:64]))(keys))
+    for i in (0, 1, 7, 63):
+        assert chi_square(np.bincount(draws[:, i] * 256 // n, minlength=256)) < 4
+        assert chi_square(np.bincount(draws[:, i] % 256, minlength=256)) < 4
+    for i, j in ((0, 1), (0, 2), (3, 32), (62, 63)):
+        apart = (draws[:, i] - draws[:, j]) % n
+        assert apart.min() > 0
+        # No two are equal, so a distance has n − 1 values; the first class lacks one of them.
+        counts = np.bincount(apart * 16 // n, minlength=16)
+        expected = np.full(16, count * (n / 16) / (n - 1))
+        expected[0] = count * (n / 16 - 1) / (n - 1)
+        assert chi_square(counts, expected) < 4
+    together = (draws[:, ::2] * 8 // n == draws[:, 1::2] * 8 // n).mean()
+    chance = (n / 8 - 1) / (n - 1)
+    assert abs(together - chance) < 4 * np.sqrt(chance * (1 - chance) / (count * 32))
+
+
+def test_shuffles_of_other_keys_have_nothing_in_common():
+    """Fixed points of one after the inverse of another: 1 on average, as for chance."""
+    keys = jax.random.split(jax.random.key(5), 4000)
+    draws = np.asarray(jax.jit(jax.vmap(lambda k: permutation(k, 1024)))(keys))
+    agree = (draws[::2] == draws[1::2]).sum(1)
+    assert abs(agree.mean() - 1) < 4 / np.sqrt(2000)
+    assert abs(agree.var() - 1) < 0.25
 
 
 # Sizes.

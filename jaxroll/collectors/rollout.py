@@ -19,7 +19,6 @@ Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from jaxroll.collectors.batched import (
 from jaxroll.collectors.packing import Packed, Packing
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
+from jaxroll.keys import as_given, unrolled
 from jaxroll.minibatches import divisors
 from jaxroll.types import (
     ActorState,
@@ -153,9 +153,10 @@ def collect(
     """
     length = _checked_length(num_steps, sequence_length, final_rows)
     num_envs = actor.is_first.shape[0]
-    env_key, policy_key = jax.random.split(jax.random.fold_in(actor.key, actor.num_rollouts))
+    rollout_key = jax.random.fold_in(unrolled(actor.key), actor.num_rollouts)
+    env_key, policy_key = jax.random.split(rollout_key)
     # Keys and noise of the whole rollout at once: many small draws cost more than one large.
-    env_draws = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
+    env_draws, draw_now = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
     draws = action_draws(policy, params, actor, policy_key, num_steps, deterministic)
     act_extras = getattr(policy, "act_extras", None)
     together = steps_together(policy, actor, num_steps)
@@ -164,7 +165,7 @@ def collect(
         env_draw, draw = inputs
         carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
         action = take_action(output.distribution, draw, deterministic)
-        env_state, timestep = jax.vmap(env.step)(env_draw, state.env, action)
+        env_state, timestep = jax.vmap(env.step)(draw_now(env_draw), state.env, action)
         terminated = timestep.terminated.astype(bool)
         truncated = timestep.truncated.astype(bool)
         cut = truncated & ~terminated
@@ -260,12 +261,23 @@ def _checked_length(num_steps: int, sequence_length: int | None, final_rows: int
     return length
 
 
-def _env_draws(env: Any, keys: jax.Array) -> PyTree:
-    """[T, B] what environments draw from their keys; the keys, if that would take much memory."""
-    one = jax.eval_shape(functools.partial(draw_ahead, env), keys[0, 0])
+def _env_draws(env: Any, keys: jax.Array) -> tuple[PyTree, Any]:
+    """What environments draw from their keys [T, B], and a function for what is left to each step.
+
+    Where it would take much memory, the keys wait and each step draws for itself.
+    """
+
+    def draw(key: jax.Array) -> PyTree:
+        return as_given(draw_ahead(env, key))
+
+    try:
+        one = jax.eval_shape(draw, keys[0, 0])
+    except (TypeError, ValueError):  # it puts a key of its own beside ours: it gets JAX's
+        keys = as_given(keys)
+        one = jax.eval_shape(draw, keys[0, 0])
     if keys.size * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one)) > _DRAWN_BYTES:
-        return keys
-    return jax.vmap(jax.vmap(functools.partial(draw_ahead, env)))(keys)
+        return keys, jax.vmap(draw)
+    return jax.vmap(jax.vmap(draw))(keys), lambda drawn: drawn
 
 
 def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:

@@ -233,7 +233,8 @@ class Storage(Node, abc.ABC):
             # Not data but one thing for each leaf: axes of a vmap, shardings, names.
             return f"{type(self).__name__}({', '.join(str(x) for _, x in leaves)})"
         written, capacity, what = self.fill
-        known = np.asarray(written).tolist() if _has_data(written) else "?"
+        # A storage may count what came after it was full, too.
+        known = np.minimum(written, capacity).tolist() if _has_data(written) else "?"
         lines = [f"{type(self).__name__}({known} of {capacity} {what}, {_size(self.nbytes)}"]
         for path, x in leaves:
             name = jax.tree_util.keystr(path, simple=True, separator=".")

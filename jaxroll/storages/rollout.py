@@ -36,9 +36,10 @@ class RolloutStorage(Storage):
     data: Transition  # [T, B, ...]
     targets: Targets  # [T, B], or dicts of streams
     initial_carry: PyTree  # [C, B, ...] before steps 0, L, 2L, …; None without recurrence
-    position: Array  # [] int32: rows written
-    dropped: Array  # [] int32: adds past the end, since create or reset
-    has_targets: Array  # [] bool
+    # One counter is all that an add moves: an operation more for each step would be seen.
+    added: Array  # [] int32: adds since it was empty, those past the end included
+    lost: Array  # [] int32: adds past the end before that, since create or reset
+    targets_at: Array  # [] int32: how many adds the targets belong to; −1: there are none
     discount: PyTree  # [] float32, or a dict of streams
     gae_lambda: PyTree  # [] float32, or a dict of streams
     episodic: PyTree  # None: all streams end with the episode; else [] bool or a dict
@@ -109,9 +110,9 @@ class RolloutStorage(Storage):
             data=data,
             targets=Targets(allocate(example.value, num_steps), allocate(example.value, num_steps)),
             initial_carry=allocate(initial_carry, num_steps // length),
-            position=np.zeros((), np.int32),
-            dropped=np.zeros((), np.int32),
-            has_targets=np.zeros((), bool),
+            added=np.zeros((), np.int32),
+            lost=np.zeros((), np.int32),
+            targets_at=np.full((), -1, np.int32),
             discount=_per_stream("discount", discount, streams),
             gae_lambda=_per_stream("gae_lambda", gae_lambda, streams),
             episodic=None if episodic is None else _per_stream("episodic", episodic, streams),
@@ -131,9 +132,27 @@ class RolloutStorage(Storage):
         return self.data.terminated.shape[1]
 
     @property
+    def position(self) -> Array:
+        """[] int32: rows written."""
+        # What is known while tracing stays known.
+        minimum = np.minimum if is_concrete(self.added) else jnp.minimum
+        return minimum(self.added, np.int32(self.num_steps))
+
+    @property
+    def dropped(self) -> Array:
+        """[] int32: adds past the end, since create or reset."""
+        maximum = np.maximum if is_concrete(self.added) else jnp.maximum
+        return self.lost + maximum(self.added - np.int32(self.num_steps), np.int32(0))
+
+    @property
+    def has_targets(self) -> Array:
+        """[] bool: the targets belong to what is stored now."""
+        return self.targets_at == self.added
+
+    @property
     def is_full(self) -> Array:
         """[] bool: all T rows are written."""
-        return self.position >= self.num_steps
+        return self.added >= self.num_steps
 
     @property
     def is_recurrent(self) -> bool:
@@ -142,8 +161,8 @@ class RolloutStorage(Storage):
 
     @property
     def fill(self) -> tuple[Array, int, str]:
-        """(rows written, T, "steps")."""
-        return self.position, self.num_steps, "steps"
+        """(adds, T, "steps")."""
+        return self.added, self.num_steps, "steps"
 
     # Writing.
 
@@ -169,17 +188,16 @@ class RolloutStorage(Storage):
         if self.is_recurrent:
             carry = check_like("carry", carry, _row(initial_carry))
             length = self.sequence_length or self.num_steps
-            inside = full | (self.position % length != 0)
+            inside = full | (self.added % length != 0)
             initial_carry = jax.tree.map(
-                lambda x, row: write(x, row, self.position // length, inside), initial_carry, carry
+                lambda x, row: write(x, row, self.added // length, inside), initial_carry, carry
             )
-        position = self.position
         return self.replace(
-            data=jax.tree.map(lambda x, row: write(x, row, position, full), self.data, transition),
+            data=jax.tree.map(
+                lambda x, row: write(x, row, self.added, full), self.data, transition
+            ),
             initial_carry=initial_carry,
-            position=jnp.where(full, position, position + 1),
-            dropped=self.dropped + full,
-            has_targets=jnp.zeros_like(self.has_targets),
+            added=self.added + 1,
         )
 
     def insert_data_slice(self, trajectory: Transition, initial_carry: PyTree = None) -> Self:
@@ -212,8 +230,9 @@ class RolloutStorage(Storage):
         return self.replace(
             data=data,
             initial_carry=carry,
-            position=np.asarray(steps, np.int32),
-            has_targets=np.zeros((), bool),
+            added=np.asarray(steps, np.int32),
+            lost=self.dropped,
+            targets_at=np.full((), -1, np.int32),
         )
 
     # Targets.
@@ -266,7 +285,15 @@ class RolloutStorage(Storage):
                 advantages={name: t.advantages for name, t in each.items()},
                 returns={name: t.returns for name, t in each.items()},
             )
-        return self.replace(targets=result, has_targets=np.ones((), bool))
+        return self.with_targets(result)
+
+    def with_targets(self, targets: Targets) -> Self:
+        """The same rows with these targets: what a `before_gradients` of your own returns.
+
+        Args:
+          targets: [T, B] advantages and returns, or dicts of streams.
+        """
+        return self.replace(targets=targets, targets_at=self.added)
 
     def before_gradients(self, last_values: PyTree) -> Self:
         """The targets; override it to change rewards or add targets of your own."""
@@ -368,11 +395,13 @@ class RolloutStorage(Storage):
     def update(self) -> Self:
         """Empty again: the next add writes row 0."""
         return self.replace(
-            position=jnp.zeros_like(self.position), has_targets=jnp.zeros_like(self.has_targets)
+            added=jnp.zeros_like(self.added),
+            lost=self.dropped,
+            targets_at=jnp.full_like(self.targets_at, -1),
         )
 
     def _counts(self) -> dict[str, Array]:
-        return {"dropped": self.dropped}
+        return {"lost": self.lost}
 
     def counters(self) -> dict[str, Array]:
         """`storage_dropped`: adds past the end."""

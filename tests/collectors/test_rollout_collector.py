@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxroll import spaces
 from jaxroll.collectors import collect, init_actor, packing, rollout as rollout_module
 from jaxroll.distributions import Categorical
-from jaxroll.envs import make_env
+from jaxroll.envs import autoreset, make_env
 from jaxroll.networks import make_policy
 from jaxroll.networks.actor_critic import ActorCriticPolicy
 from jaxroll.types import Node, PolicyOutput, TimeStep, Transition
@@ -287,6 +287,40 @@ def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
     expected = run(env, policy, params, actor, 12)
     monkeypatch.setattr(packing if name == "_SMALL_BYTES" else rollout_module, name, 0)
     leaves_close(collect(env, policy, params, actor, 12), expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsKeys:
+    """An environment without resets of its own that keeps keys in its state, and mixes them."""
+
+    mixes: bool = False
+    observation_space = spaces.Box.create(-np.inf, np.inf, (1,))
+    action_space = spaces.Discrete(3)
+
+    def reset(self, key):
+        kept = jnp.where(jax.random.bernoulli(key), key, jax.random.key(1)) if self.mixes else key
+        return kept, jax.random.normal(key, (1,))
+
+    def step(self, key, state, action):
+        obs = jax.random.normal(jax.random.fold_in(state, 3), (1,))
+        return key, obs, obs[0], obs[0] > 0.5
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_an_environment_meets_the_keys_that_it_would_be_given_alone(monkeypatch, mixes):
+    env = autoreset(KeepsKeys(mixes))
+    policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
+    actor, params = start(env, policy)
+    assert actor.env.dtype == actor.key.dtype
+    got = collect(env, policy, params, actor, 9)
+    assert got[0].env.dtype == actor.key.dtype
+    assert bool(got[1].transition.terminated.any())
+    monkeypatch.setattr(rollout_module, "unrolled", lambda key: key)
+    plain_keys = collect(env, policy, params, actor, 9)
+    data = lambda actor: actor.replace(  # noqa: E731
+        env=jax.random.key_data(actor.env), key=jax.random.key_data(actor.key)
+    )
+    leaves_close((data(got[0]), got[1]), (data(plain_keys[0]), plain_keys[1]))
 
 
 def test_extras_come_from_the_action_if_the_policy_says_so():

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jaxroll import distributions, spaces
 from jaxroll.networks import Policy, check_policy, make_decoupled_policy, make_policy
-from jaxroll.networks.torsos import Dense, PatchConv
+from jaxroll.networks.torsos import Dense, PatchConv, product
 from jaxroll.types import PolicyOutput
 
 KEY = jax.random.key(0)
@@ -267,6 +267,22 @@ def test_dense_equals_flax_in_value_gradient_and_tangent():
     ):
         for a, b in zip(jax.tree.leaves(transform(one)), jax.tree.leaves(transform(other))):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4, 5])
+@pytest.mark.parametrize("rows", [127, 128, 1025])
+def test_a_product_is_the_product_in_every_form(rows, columns):
+    rng = np.random.default_rng(rows)
+    x, kernel, back = (
+        jnp.asarray(rng.normal(size=s), jnp.float32)
+        for s in ((rows, 7), (7, columns), (rows, columns))
+    )
+    value, pull = jax.vjp(product, x, kernel)
+    np.testing.assert_allclose(value, x @ kernel, rtol=1e-5, atol=1e-5)
+    for got, expected in zip(pull(back), (back @ kernel.T, x.T @ back)):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    tangent = jax.jvp(product, (x, kernel), (x, kernel))[1]
+    np.testing.assert_allclose(tangent, 2 * (x @ kernel), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -140,9 +140,9 @@ def test_repr_names_fields_shapes_dtypes_bytes_and_how_full_it_is():
     assert lines[0] == f"RolloutStorage(1 of 5 steps, {storage.nbytes} B"
     assert "  data.obs.pixels: uint8[5, 3, 2, 2]" in lines
     assert "  discount: 0.99" in lines
-    assert "  has_targets: False" in lines
+    assert "  targets_at: -1" in lines
     arrays = 5 * 3 * (2 * 4 + 4 + 4 + 4 + 1 + 1 + 4 + 4 + 4 + 4 + 2 * 4)
-    assert storage.nbytes == arrays + 2 * 4 + 1 + 2 * 4
+    assert storage.nbytes == arrays + 3 * 4 + 2 * 4
     seen = []
     jax.jit(lambda s: seen.append(repr(s)))(storage)
     assert seen[0].startswith("RolloutStorage(? of 5 steps")
