@@ -1,4 +1,7 @@
-"""Estimators: GAE and V-trace against rlax, a widely copied scan, and the memory's own speed."""
+"""Kernels: estimators against rlax, brax, a widely copied scan, and the memory's own speed.
+
+And distributions against distrax.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from jax import lax
 
 from jaxroll import estimators
 from jaxroll.bench.harness import Ratio, Row, Settings, check_agreement, measure_kernels
+from jaxroll.distributions import Categorical, DiagonalGaussian
 from jaxroll.types import Array
 
 SHAPES = ((128, 8), (128, 1024), (128, 4096), (1024, 64), (2048, 8), (256, 16384))
@@ -25,13 +29,19 @@ def gae(settings: Settings) -> list[Row]:
     functions = gae_contenders()
     for shape in _shapes(settings):
         inputs = _rollout(shape)[:4]
-        check_agreement(functions, inputs, [n for n in functions if n != "roofline"])
+        check_agreement(functions, inputs, [n for n in functions if n not in ("roofline", "brax")])
+        returns = {n: lambda *x, f=functions[n]: f(*x)[1] for n in functions if n != "roofline"}
+        check_agreement(returns, inputs, list(returns))
         ratios = [
             Ratio("jaxroll", "rlax", at_most=1.1),
+            Ratio("jaxroll", "brax", at_most=1.1),
             Ratio(PUREJAXRL, "jaxroll", at_least=4),
             Ratio("jaxroll", "roofline", at_most=5 if shape in NARROW else 2.2),
         ]
-        rows.append(measure_kernels("gae", str(shape), functions, inputs, ratios, settings))
+        row = measure_kernels("gae", str(shape), functions, inputs, ratios, settings)
+        if "brax" in functions:
+            row.notes.append("brax's advantages leave λ out of their first hop; its returns agree")
+        rows.append(row)
     return rows
 
 
@@ -66,6 +76,21 @@ def gae_contenders() -> dict[str, Any]:
         return advantages, advantages + values
 
     functions = {"jaxroll": jaxroll, PUREJAXRL: purejaxrl, "roofline": roofline}
+    try:
+        from brax.training.agents.ppo.losses import compute_gae
+    except ImportError:
+        pass
+    else:
+
+        def by_brax(rewards: Array, values: Array, terminated: Array, last_values: Array) -> Any:
+            ended = terminated.astype(values.dtype)
+            never = jnp.zeros_like(ended)
+            returns, advantages = compute_gae(
+                never, ended, rewards, values, last_values, LAMBDA, DISCOUNT
+            )
+            return advantages, returns
+
+        functions["brax"] = by_brax
     try:
         import rlax
     except ImportError:
@@ -155,6 +180,52 @@ def vtrace_contenders(
         return found.pg_advantage, found.errors + values
 
     return {**functions, "rlax": by_rlax}
+
+
+def distributions(settings: Settings) -> list[Row]:
+    """What a learner asks of a distribution: log-probability, entropy, and their gradient."""
+    rows = []
+    count = 16 if settings.quick else 2048
+    rng = np.random.default_rng(0)
+    normal = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)  # noqa: E731
+    cases: list[Any] = [
+        (f"Categorical, {count} rows of 6", (normal(count, 6), jnp.zeros(count, jnp.int32))),
+        (f"diagonal Gaussian, {count} rows of 6", (normal(count, 6), normal(count, 6))),
+    ]
+    for case, inputs in cases:
+        functions = _learning_from(case.startswith("Categorical"))
+        check_agreement(functions, inputs, list(functions))
+        ratios = [Ratio("distrax", "jaxroll")]
+        rows.append(measure_kernels("distributions", case, functions, inputs, ratios, settings))
+    return rows
+
+
+def _learning_from(categorical: bool) -> dict[str, Any]:
+    """Functions of (parameters [N, K], actions): the sums, and the parameters' gradient."""
+    makers: dict[str, Any] = {
+        "jaxroll": Categorical
+        if categorical
+        else lambda mean: DiagonalGaussian(mean, jnp.zeros_like(mean))
+    }
+    try:
+        import distrax
+    except ImportError:
+        pass
+    else:
+        makers["distrax"] = (
+            distrax.Categorical
+            if categorical
+            else lambda mean: distrax.MultivariateNormalDiag(mean, jnp.ones_like(mean))
+        )
+
+    def learning(make: Any) -> Any:
+        def loss(parameters: Array, action: Array) -> Array:
+            distribution = make(parameters)
+            return jnp.sum(distribution.log_prob(action)) + jnp.sum(distribution.entropy())
+
+        return jax.value_and_grad(loss)
+
+    return {name: learning(make) for name, make in makers.items()}
 
 
 def _shapes(settings: Settings) -> tuple[tuple[int, int], ...]:

@@ -27,6 +27,8 @@ _PACKAGES = (
     "rlax",
     "distrax",
     "flashbax",
+    "brax",
+    "rejax",
     "gymnasium",
     "stable-baselines3",
     "torch",

@@ -17,7 +17,7 @@ from jaxroll.bench.harness import Row, Settings, Spread
 
 # Loops over arrays of up to this many bytes run without handing single operations to threads.
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=100000000"
-# name → (module, function, heading, options of its process: None runs it in this one)
+# name → (module, function, heading, options of its process: None, if alone, runs it in this one)
 _SECTIONS: dict[str, tuple[str, str, str, dict[str, str] | None]] = {
     "gae": ("kernels", "gae", "GAE", None),
     "gae-small-loops": (
@@ -27,6 +27,7 @@ _SECTIONS: dict[str, tuple[str, str, str, dict[str, str] | None]] = {
         {"XLA_FLAGS": SMALL_LOOPS},
     ),
     "vtrace": ("kernels", "vtrace", "V-trace", None),
+    "distributions": ("kernels", "distributions", "Distributions", None),
     "storage": ("memory", "storage", "Storage", None),
     "minibatches": ("memory", "minibatches", "Minibatches", None),
     "ppo": ("training", "ppo", "PPO, CartPole", None),
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, failed = [], []
     for name in names:
         try:
-            found = _run(name, settings, options)
+            found = _run(name, settings, options, alone=len(names) == 1)
         except Exception as error:  # one section's fault leaves the others' rows
             failed.append(name)
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -122,10 +123,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(name: str, settings: Settings, options: argparse.Namespace) -> list[Row]:
+def _run(name: str, settings: Settings, options: argparse.Namespace, *, alone: bool) -> list[Row]:
+    """The rows of a section.
+
+    Of several sections each has a process of its own: what an earlier one compiled, and the memory
+    that it gave back, would change the times of a later one.
+    """
     environment = _SECTIONS[name][3]
-    if environment is None:
+    if environment is None and alone:
         return _run_here(name, settings)
+    environment = environment or {}
     command = [sys.executable, "-m", "jaxroll.bench", name, "--child", "--clock", settings.clock]
     command += ["--quick"] if options.quick else []
     command += ["--full"] if options.full else []

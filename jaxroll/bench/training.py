@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ import jaxroll
 from jaxroll import parallel
 from jaxroll.bench import purejaxrl
 from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure
+from jaxroll.bench.rejax import rejax_run
 from jaxroll.loop.programs import DeviceProgram
 
 PUREJAXRL = "purejaxrl form"
@@ -54,7 +58,13 @@ def ppo(settings: Settings) -> list[Row]:
             PUREJAXRL: purejaxrl_run("CartPole-v1", config, updates),
             LEAN: purejaxrl_run("CartPole-v1", config, updates, with_info=False),
         }
-        ratios = [Ratio(PUREJAXRL, "jaxroll", at_least=target), Ratio(LEAN, "jaxroll")]
+        with contextlib.suppress(ImportError):
+            contenders["rejax"] = rejax_run("CartPole-v1", config, updates)
+        ratios = [
+            Ratio(PUREJAXRL, "jaxroll", at_least=target),
+            Ratio(LEAN, "jaxroll"),
+            Ratio("rejax", "jaxroll"),
+        ]
         steps = num_envs * config["num_steps"] * updates
         case = f"PPO, CartPole, {num_envs} envs"
         rows.append(measure("ppo", case, contenders, ratios, settings, steps=steps))
@@ -199,15 +209,38 @@ def devices(settings: Settings) -> list[Row]:
         "1 device, 2 actors": agent_run(two, 1, mesh=parallel.make_mesh(1)),
         "2 devices": agent_run(two, 1, mesh=parallel.make_mesh(2)),
     }
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1:
+        contenders["1 device on 1 core"] = _on_one_core(agent_run(one, 1))
     if not settings.quick:
         contenders["2 devices, exact"] = agent_run(
             two, 1, mesh=parallel.make_mesh(2), reduction="exact"
         )
     ratios = [
         Ratio("1 device", "2 devices", at_least=1.6),
+        Ratio("1 device on 1 core", "2 devices", at_least=1.6),
         Ratio("1 device, 2 actors", "2 devices"),
         Ratio("2 devices, exact", "2 devices", at_most=1.3),
     ]
     steps = one.steps_per_iteration
     case = f"PPO, CartPole, {num_envs} envs"
-    return [measure("devices", case, contenders, ratios, settings, steps=steps)]
+    note = "on 1 core: all threads of the process are bound to it while this contender runs"
+    return [measure("devices", case, contenders, ratios, settings, steps=steps, notes=[note])]
+
+
+def _on_one_core(run: Run) -> Run:
+    """The run with a single core, as a device of a real mesh has its own."""
+    cores = os.sched_getaffinity(0)
+
+    def bind(allowed: Iterable[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
+                os.sched_setaffinity(int(thread), allowed)
+
+    def bound() -> None:
+        bind({min(cores)})
+        try:
+            jax.block_until_ready(run())
+        finally:
+            bind(cores)
+
+    return bound
