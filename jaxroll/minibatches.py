@@ -139,10 +139,10 @@ def take(tree: PyTree, row: MinibatchPlan) -> PyTree:
 def permutation(key: jax.Array, n: int) -> Array:
     """A random permutation of 0 … n − 1.
 
-    A power of two of at least 256 is shuffled by a Feistel network: arithmetic on each index alone,
-    no sort, and always a true permutation, by construction. It is one of at most 2³⁸⁴, picked by as
-    many random bits, and not of all n!; tests compare where elements, pairs and neighbours land
-    with chance. Any other n is sorted, see `_sorted_words`, which is uniform.
+    A power of two of at least 256 is shuffled by a Feistel network of 12 rounds: arithmetic on each
+    index alone, no sort, and always a true permutation, by construction. It is pseudo-random (384
+    of the key's bits pick it, so not each of the n! can come); tests compare where elements, pairs
+    and neighbours land with chance. Any other n is sorted by random words, see `_sorted_words`.
 
     Args:
       key: a PRNG key.
