@@ -15,7 +15,7 @@ import jaxroll
 from jaxroll import parallel
 from jaxroll.bench import purejaxrl
 from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure
-from jaxroll.bench.rejax import rejax_run
+from jaxroll.bench.rejax_ppo import rejax_run
 from jaxroll.loop.programs import DeviceProgram
 
 PUREJAXRL = "purejaxrl form"
