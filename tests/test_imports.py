@@ -12,7 +12,8 @@ import jaxroll
 
 PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
-    {"_version", "_toml", "types", "spaces"},
+    {"_version", "checks"},
+    {"_toml", "types", "spaces"},
     {"sums", "keys"},
     {"estimators", "minibatches", "losses", "distributions", "normalizers", "optimizers"},
     {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
