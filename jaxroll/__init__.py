@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         envs as envs,
         estimators as estimators,
         learners as learners,
-        loop as loop,
         losses as losses,
         minibatches as minibatches,
         networks as networks,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         reporting as reporting,
         spaces as spaces,
         storages as storages,
+        train as train,
         types as types,
     )
     from jaxroll.agents import (
@@ -188,7 +188,6 @@ _SUBMODULES = (
     "envs",
     "estimators",
     "learners",
-    "loop",
     "losses",
     "minibatches",
     "networks",
@@ -197,6 +196,7 @@ _SUBMODULES = (
     "reporting",
     "spaces",
     "storages",
+    "train",
     "types",
 )
 

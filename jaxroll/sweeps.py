@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxroll import loop
+from jaxroll import train as train_lib
 from jaxroll.agents.base import TrainState
 from jaxroll.reporting import History
 from jaxroll.reporting._format import near_matches
@@ -180,7 +180,7 @@ class SweepResult:
           seed: of the episodes.
           deterministic: act with the distribution's mode.
         """
-        result = loop.evaluate(
+        result = train_lib.evaluate(
             self.sweep, self.states, num_episodes, seed=seed, deterministic=deterministic
         )
         names = ("episode_return", "episode_return_std", "episode_length", "num_unfinished")
@@ -219,8 +219,8 @@ def sweep(
       num_train_steps: environment steps of each member.
       seeds: of the members; a number n stands for 0 … n − 1.
       hyperparameters: name → values; every combination is a member, with every seed.
-      nonfinite: as in `loop.train`; here one member's bad gradient does not stop the others.
-      **options: of `loop.train`: log_interval, eval_interval, checkpoint_dir, progress, …
+      nonfinite: as in `train_lib.train`; here one member's bad gradient does not stop the others.
+      **options: of `train_lib.train`: log_interval, eval_interval, checkpoint_dir, progress, …
 
     Example:
       >>> import jaxroll
@@ -231,7 +231,7 @@ def sweep(
       [(0.9, 0, 64), (0.9, 1, 64), (0.99, 0, 64), (0.99, 1, 64)]
     """
     members = Sweep.create(agent, seeds=seeds, hyperparameters=hyperparameters)
-    states, history = loop.train(members, num_train_steps, nonfinite=nonfinite, **options)
+    states, history = train_lib.train(members, num_train_steps, nonfinite=nonfinite, **options)
     return SweepResult(sweep=members, states=states, history=history)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from jaxroll import loop, parallel
+from jaxroll import parallel, train as train_lib
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
 from jaxroll.envs import make_env
-from jaxroll.loop.options import check_budget, check_eval_env
-from jaxroll.loop.programs import check_traces, make_program
 from jaxroll.minibatches import divisors
 from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep
+from jaxroll.train.options import check_budget, check_eval_env
+from jaxroll.train.programs import check_traces, make_program
 from jaxroll.types import Rollout
 
 
@@ -122,7 +122,7 @@ class DistributedTrainer:
           resume: go on with the run in the config's `out`.
           callbacks: called with an `Event` after each row; a true result stops the run.
           progress: show it so, instead of as the config says.
-          own_process: as in `jaxroll.loop.train`.
+          own_process: as in `jaxroll.train.train`.
 
         Returns:
           (state, history); of several seeds the state's leaves are [N, ...] and each row has a
@@ -141,7 +141,7 @@ class DistributedTrainer:
                 f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
                 "another out."
             )
-        self._state, self.history = loop.train(
+        self._state, self.history = train_lib.train(
             self.agent,
             config.num_train_steps,
             **{name: getattr(config, name) for name in names},
@@ -176,7 +176,7 @@ class DistributedTrainer:
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
         if count < 1:
             raise ValueError(f"num_episodes must be at least 1, got {count}.")
-        result = loop.evaluate(
+        result = train_lib.evaluate(
             self.agent,
             self.state,
             count,
@@ -186,7 +186,7 @@ class DistributedTrainer:
         )
         if isinstance(self.agent, Sweep):
             names = ("episode_returns", "episode_lengths", "is_complete")
-            means = loop.episode_means(*(result[name].reshape(-1) for name in names))
+            means = train_lib.episode_means(*(result[name].reshape(-1) for name in names))
             result |= {"seed_returns": result["episode_return"], **means}
         return result
 
@@ -201,7 +201,7 @@ class DistributedTrainer:
                 'the config names no out, so save needs a path: trainer.save("runs/first/model").'
             )
         target = Path(path) if path is not None else Path(str(self.config.out)) / "model"
-        loop.save(self.agent, self.state, target, overwrite=path is None)
+        train_lib.save(self.agent, self.state, target, overwrite=path is None)
         return target
 
     def load(self, path: str | os.PathLike[str] | None = None, *, best: bool = False) -> Any:
@@ -214,7 +214,9 @@ class DistributedTrainer:
         if path is None and self.out is None:
             raise ValueError("the config names no out, so load needs a path.")
         source = Path(path) if path is not None else Path(str(self.config.out))
-        self._state = loop.load(self.agent, loop.best_checkpoint(source) if best else source)
+        self._state = train_lib.load(
+            self.agent, train_lib.best_checkpoint(source) if best else source
+        )
         return self._state
 
     def check(self) -> None:

@@ -108,7 +108,7 @@ def test_a_resume_that_fails_leaves_the_config_as_it_was(run):
 def test_a_config_that_process_0_has_just_written_stops_no_other_process(run, monkeypatch):
     trained = []
     monkeypatch.setattr(
-        jaxroll.loop, "train", lambda *a, **kw: (trained.append(kw), (None, None))[1]
+        jaxroll.train, "train", lambda *a, **kw: (trained.append(kw), (None, None))[1]
     )
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     DistributedTrainer(run.config).train()

@@ -22,7 +22,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxroll import collectors, envs, loop, networks, spaces
+from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
 from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
@@ -461,13 +461,15 @@ class DistributedAgent(Node):
 
         Args:
           num_train_steps: of the whole run, what was done before a resume included.
-          **options: see `jaxroll.loop.train`: seed, state, mesh, reduction, checkpoint_dir, resume,
-            init_model_path, callbacks, eval_interval, target_return, time_budget, …
+          **options: see `jaxroll.train.train`: seed, state, mesh, reduction, checkpoint_dir,
+            resume, init_model_path, callbacks, eval_interval, target_return, time_budget, …
 
         Returns:
           (state, history).
         """
-        return loop.train(self, num_train_steps, **options)
+        from jaxroll import train
+
+        return train.train(self, num_train_steps, **options)
 
     def eval(
         self,
@@ -490,17 +492,23 @@ class DistributedAgent(Node):
           deterministic: act with the distribution's mode.
           env: another environment with the same spaces; None: the agent's own.
         """
-        return loop.evaluate(
+        from jaxroll import train
+
+        return train.evaluate(
             self, state, num_episodes, seed=seed, deterministic=deterministic, env=env
         )
 
     def save(self, state: TrainState, path: Any, *, overwrite: bool = False) -> None:
         """Write the whole state to a directory, verified when it is loaded."""
-        loop.save(self, state, path, overwrite=overwrite)
+        from jaxroll import train
+
+        train.save(self, state, path, overwrite=overwrite)
 
     def load(self, path: Any) -> TrainState:
         """The state that `save` (or a checkpoint of `train`) wrote."""
-        return loop.load(self, path)
+        from jaxroll import train
+
+        return train.load(self, path)
 
     def export(self, state: TrainState, path: Any, **options: Any) -> Any:
         """Write the policy to a file that runs with JAX alone.

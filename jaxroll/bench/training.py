@@ -16,7 +16,7 @@ from jaxroll import parallel
 from jaxroll.bench import purejaxrl
 from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure
 from jaxroll.bench.rejax_ppo import rejax_run
-from jaxroll.loop.programs import DeviceProgram
+from jaxroll.train.programs import DeviceProgram
 
 PUREJAXRL = "purejaxrl form"
 LEAN = "purejaxrl form without info"

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from jaxroll import parallel
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
 from jaxroll.learners import check_reduction
-from jaxroll.loop.evaluation import evaluation_columns
-from jaxroll.loop.options import (
+from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
+from jaxroll.train.evaluation import evaluation_columns
+from jaxroll.train.options import (
     as_callbacks,
     as_loggers,
     check_new,
@@ -30,11 +31,10 @@ from jaxroll.loop.options import (
     check_same_run,
     has_steps,
 )
-from jaxroll.loop.programs import check_traces, make_program
-from jaxroll.loop.schedule import Schedule, next_pace
-from jaxroll.loop.signals import Interrupts
-from jaxroll.loop.states import BEST_KEY, describe, policy_of
-from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
+from jaxroll.train.programs import check_traces, make_program
+from jaxroll.train.schedule import Schedule, next_pace
+from jaxroll.train.signals import Interrupts
+from jaxroll.train.states import BEST_KEY, describe, policy_of
 
 # Between checkpoints, where no interval of steps is given: what a kill may cost.
 SECONDS_BETWEEN_SAVES = 300.0

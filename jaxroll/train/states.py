@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError, load_pytree, save_pytree
-from jaxroll.loop.programs import make_program
+from jaxroll.train.programs import make_program
 
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
 

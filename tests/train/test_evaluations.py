@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import DistributedTrainer, collectors, loop, make_env, spaces
+from jaxroll import DistributedTrainer, collectors, make_env, spaces
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep, SweepResult
+from jaxroll.train import evaluation
 from tests.agents.agent_toys import CLOCK, DRIFT, init, small
 
 
@@ -106,7 +107,7 @@ def test_members_of_a_sweep_play_on_the_host_one_after_the_other():
     members = Sweep.create(small("ppo", make_env("CartPole-v1")), seeds=2)
     states = jax.jit(members.init)(None)
     env = make_env("gymnasium:CartPole-v1")
-    result = loop.evaluate(members, states, 3, env=env)
+    result = evaluation.evaluate(members, states, 3, env=env)
     assert result["episode_returns"].shape == (2, 3)
     alone = members.member(1).eval(jax.tree.map(lambda x: x[1], states), 3, env=env)
     np.testing.assert_array_equal(result["episode_returns"][1], alone["episode_returns"])

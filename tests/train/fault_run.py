@@ -11,8 +11,9 @@ import time
 import warnings
 from pathlib import Path
 
-from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, loop, make_env
+from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, make_env
 from jaxroll.checkpoints import CheckpointWarning
+from jaxroll.train import loop
 
 SIZES = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,)}
 STEPS_PER_ITERATION = 32
@@ -56,11 +57,11 @@ def hold(name, function):
 def main(directory, agent, steps):
     """Train to `steps`, from wherever the run is."""
     warnings.simplefilter("error", CheckpointWarning)  # a kill is no damage
-    loop.training._begin = hold("compiling", loop.training._begin)
+    loop._begin = hold("compiling", loop._begin)
     checkpoints.checkpointer.write_step = hold("saving", checkpoints.checkpointer.write_step)
     if "BOUND" in os.environ:
-        ends = loop.training.Interrupts
-        loop.training.Interrupts = lambda **kw: ends(**kw, bound=float(os.environ["BOUND"]))
+        ends = loop.Interrupts
+        loop.Interrupts = lambda **kw: ends(**kw, bound=float(os.environ["BOUND"]))
     _, history = AGENTS[agent]().train(
         steps,
         seed=7,

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import PPO, loop, make_env
+from jaxroll import PPO, make_env
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History, JsonlLogger
+from jaxroll.train import loop, programs, states
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
@@ -86,7 +87,7 @@ def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
 
 def test_rows_come_on_a_fixed_interval_however_iterations_are_grouped(ppo, monkeypatch):
     def rows(pace):
-        monkeypatch.setattr(loop.training, "next_pace", lambda *args, **kwargs: pace)
+        monkeypatch.setattr(loop, "next_pace", lambda *args, **kwargs: pace)
         return ppo.train(320, log_interval=96, **QUIET)
 
     one, many = rows(1), rows(100)
@@ -150,8 +151,8 @@ def test_stops_say_why(ppo):
 
 
 def test_what_another_process_wants_stops_this_one_too(ppo, monkeypatch):
-    wanted = loop.training.STOPS.index("time_budget")
-    monkeypatch.setattr(loop.training.parallel, "largest", lambda number: max(number, 2 * wanted))
+    wanted = loop.STOPS.index("time_budget")
+    monkeypatch.setattr(loop.parallel, "largest", lambda number: max(number, 2 * wanted))
     _, history = ppo.train(10**9, **QUIET)
     assert history.stopped_by == "time_budget"
 
@@ -187,7 +188,7 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
 def test_the_best_checkpoints_stay_beside_the_latest(ppo, tmp_path, monkeypatch):
     scores = iter([3.0, 9.0, 1.0, 5.0, 7.0, 2.0])
     monkeypatch.setattr(
-        loop.training, "evaluation_columns", lambda *args: {"eval_episode_return": next(scores)}
+        loop, "evaluation_columns", lambda *args: {"eval_episode_return": next(scores)}
     )
     options = {"log_interval": 32, "eval_interval": 32, "keep_checkpoints": 1, "keep_best": 2}
     ppo.train(128, checkpoint_dir=tmp_path, **options, **QUIET)
@@ -195,11 +196,11 @@ def test_the_best_checkpoints_stay_beside_the_latest(ppo, tmp_path, monkeypatch)
     assert steps.steps() == [64, 128]  # the best is not the latest, and the latest is there
     ppo.train(192, checkpoint_dir=tmp_path, resume=True, **options, **QUIET)
     assert steps.steps() == [64, 160, 192]
-    assert loop.best_checkpoint(tmp_path).name == "0000000064"
-    assert ppo.load(loop.best_checkpoint(tmp_path)).shared.iteration == 2
+    assert states.best_checkpoint(tmp_path).name == "0000000064"
+    assert ppo.load(states.best_checkpoint(tmp_path)).shared.iteration == 2
     ppo.train(32, checkpoint_dir=tmp_path / "other", **QUIET)
     with pytest.raises(NoCheckpointError, match=r"none is the best.*keep_best=1"):
-        loop.best_checkpoint(tmp_path / "other")
+        states.best_checkpoint(tmp_path / "other")
 
 
 def test_the_rows_of_a_checkpoint_are_on_disk_before_it(ppo, tmp_path, monkeypatch):
@@ -224,7 +225,7 @@ def test_without_an_interval_checkpoints_go_by_the_clock(ppo, tmp_path, monkeypa
         steps.append(Checkpointer(tmp_path / "run" / "checkpoints").steps())
 
     options = {"checkpoint_dir": tmp_path / "run", "log_interval": 32, **QUIET}
-    monkeypatch.setattr(loop.training, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 0.0)
     ppo.train(128, keep_checkpoints=9, callbacks=[look], **options)
     assert steps[-1][0] == 32  # a kill -9 here would have cost little
     assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [32, 64, 96, 128]
@@ -293,7 +294,7 @@ def test_bad_options_are_refused_before_anything_is_written(message, tmp_path, m
     directory = tmp_path / "run"
     if message != "resume=True needs the checkpoint_dir":
         options["checkpoint_dir"] = directory
-    monkeypatch.setattr(loop.training, "make_program", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
     with pytest.raises((ValueError, TypeError)) as error:
         agent.train(**{"num_train_steps": 64, **QUIET, **options})
     assert message in str(error.value)
@@ -372,12 +373,12 @@ def test_a_policy_taken_from_a_run_keeps_the_moments_that_it_saw_through(tmp_pat
     begun = []
 
     def program(*args):
-        made = loop.programs.make_program(*args)
+        made = programs.make_program(*args)
         start = made.start
         made.start = lambda state: begun.append(jax.tree.map(jnp.copy, state)) or start(state)
         return made
 
-    monkeypatch.setattr(loop.training, "make_program", program)
+    monkeypatch.setattr(loop, "make_program", program)
     agent.train(32, init_model_path=tmp_path / "saved", seed=8, **QUIET)
     state, rollouts = run_actors(agent, begun[0])
     assert state.shared.iteration == 0
@@ -408,7 +409,7 @@ def host_ppo(**options):
 
 def test_no_iteration_of_host_environments_compiles_anything(compiled):
     agent = host_ppo(num_actors=2)
-    program = loop.programs.make_program(agent, None, "fast")
+    program = programs.make_program(agent, None, "fast")
     carry = program.start(program.init(0))
     before = jax.tree.map(jnp.copy, carry["state"])
     compiled.clear()
@@ -429,7 +430,7 @@ def test_the_running_episodes_of_host_environments_are_truncated_and_counted(tmp
     running = np.count_nonzero(state.actors.state.statistics.episode_length)
     assert running
     assert np.count_nonzero(state.actors.reward_sums)
-    program = loop.programs.make_program(agent, None, "fast")
+    program = programs.make_program(agent, None, "fast")
     resumed, cut = program.resume(state)
     program.close()
     assert cut == running

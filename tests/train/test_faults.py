@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from jaxroll import loop
 from jaxroll.checkpoints import (
     Checkpointer,
     CheckpointError,
@@ -31,8 +30,9 @@ from jaxroll.checkpoints import (
 )
 from jaxroll.cli import _is_ours
 from jaxroll.reporting.loggers import read_jsonl
+from jaxroll.train import loop
 from tests.agents.agent_toys import CLOCK, DRIFT, Poison, leaves_equal, small
-from tests.loop.fault_run import AGENTS, LOG_EVERY, STEPS_PER_ITERATION
+from tests.train.fault_run import AGENTS, LOG_EVERY, STEPS_PER_ITERATION
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds that a process on a busy machine may take for what takes it a few
@@ -72,7 +72,7 @@ def start(tmp_path_factory):
             "PYTHONPATH": str(ROOT),
             **extra,
         }
-        words = [sys.executable, str(ROOT / "tests/loop/fault_run.py"), run, agent, steps]
+        words = [sys.executable, str(ROOT / "tests/train/fault_run.py"), run, agent, steps]
         process = subprocess.Popen(
             [str(word) for word in words],
             env=variables,
@@ -265,7 +265,7 @@ def ppo():
 def train(ppo, monkeypatch):
     """train(steps, run, **options): rows and checkpoints of every iteration, no waiting."""
     quick = functools.partial(Checkpointer, retry_seconds=0)
-    monkeypatch.setattr(loop.training, "Checkpointer", quick)
+    monkeypatch.setattr(loop, "Checkpointer", quick)
 
     def run(steps, directory=None, **options):
         intervals = {"log_interval": 32, "checkpoint_interval": 32}
@@ -379,7 +379,7 @@ def test_a_run_without_a_checkpoint_starts_over_and_another_directory_is_refused
 @pytest.fixture
 def too_late(monkeypatch):
     """From here on it is an error to get as far as compiling."""
-    monkeypatch.setattr(loop.training, "make_program", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
 
 
 @pytest.mark.usefixtures("too_late")
@@ -481,7 +481,7 @@ def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatc
     def stop(*args):
         raise Compiling
 
-    monkeypatch.setattr(loop.training, "make_program", stop)
+    monkeypatch.setattr(loop, "make_program", stop)
     allowed = (Compiling, ValueError, TypeError, FileNotFoundError)
     with pytest.raises(allowed) as caught:
         ppo.train(**{"num_train_steps": 64, **QUIET, **options})

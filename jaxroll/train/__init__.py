@@ -1,0 +1,22 @@
+"""The imperative shell around pure agents: dispatch, evaluation, checkpoints, logs, signals."""
+
+import importlib
+
+_HOME = {
+    "Event": "loop",
+    "NonFiniteError": "loop",
+    "best_checkpoint": "states",
+    "describe": "states",
+    "episode_means": "evaluation",
+    "evaluate": "evaluation",
+    "load": "states",
+    "save": "states",
+    "train": "loop",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxroll.train' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxroll.train.{_HOME[name]}"), name)
