@@ -10,7 +10,7 @@ from typing import ClassVar
 from jaxroll import losses
 from jaxroll.agents import OnPolicyAgent
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.reporting.metrics import Mean
+from jaxroll.metrics import Mean
 
 
 class REINFORCE(OnPolicyAgent):

@@ -26,6 +26,7 @@ from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
 from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
+from jaxroll.metrics import Mean, Sum
 from jaxroll.minibatches import divisors
 from jaxroll.normalizers import (
     NormalizedParams,
@@ -34,7 +35,6 @@ from jaxroll.normalizers import (
     RunningMoments,
     discounted_sums,
 )
-from jaxroll.reporting.metrics import Mean, Sum
 from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
 
 # Folded into a rollout's key for the minibatch plans: far from the numbers that `split` uses.
@@ -367,7 +367,7 @@ class DistributedAgent(Node):
           reduction: "fast", or "exact" for results that do not depend on the devices.
 
         Returns:
-          (state, metrics): metrics are sums, `jaxroll.reporting.metrics.compute` gives the numbers.
+          (state, metrics): metrics are sums, `jaxroll.metrics.compute` gives the numbers.
         """
         check_reduction(reduction)
         actors, rollouts = map_actors(

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxroll import losses, networks, spaces
+from jaxroll import losses, metrics as metrics_lib, networks, spaces
 from jaxroll.agents.base import Shared
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
 from jaxroll.learners import map_actors, minibatch_updates
+from jaxroll.metrics import Mean, Sum
 from jaxroll.optimizers import clipped_adam
-from jaxroll.reporting import metrics as metrics_lib
-from jaxroll.reporting.metrics import Mean, Sum
 from jaxroll.storages import DecoupledRolloutStorage
 from jaxroll.types import Array, Minibatch, PyTree
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import losses
-from jaxroll.reporting.metrics import Metric
+from jaxroll.metrics import Metric
 
 
 class ExplainedVariance(Metric):
     """1 − Var(returns − values) / Var(returns), of all rows that were merged."""
 
     sums: losses.ExplainedVarianceSums
-
-    def merge(self, other: Any) -> Any:
-        """The moments of both, added."""
-        return ExplainedVariance(jax.tree.map(jnp.add, self.sums, other.sums))
-
-    def identity(self) -> Any:
-        """No rows."""
-        return ExplainedVariance(jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), self.sums))
-
-    def all_reduce(self, axis_name: Any) -> Any:
-        """The moments over the axis."""
-        return jax.lax.psum(self, axis_name)
 
     def result(self) -> np.ndarray:
         """The number; NaN where the returns do not vary."""

@@ -26,9 +26,9 @@ from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import Reduction, gradient, map_actors
+from jaxroll.metrics import Last, Mean, Sum
 from jaxroll.minibatches import divisors
 from jaxroll.optimizers import apply_gradient, clipped_rmsprop
-from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import DistributedStorage, RingCounters, Unrolls
 from jaxroll.types import Array, PyTree, Rollout
 

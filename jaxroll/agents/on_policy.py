@@ -23,9 +23,9 @@ from jaxroll.learners import (
     minibatch_updates,
     sum_actors,
 )
+from jaxroll.metrics import Last, Mean, Sum
 from jaxroll.minibatches import divisors
 from jaxroll.optimizers import clipped_adam
-from jaxroll.reporting.metrics import Last, Mean, Sum
 from jaxroll.storages import RolloutStorage, Storage
 from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout
 

@@ -18,7 +18,7 @@ from jaxroll import losses
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent
 from jaxroll.learners import adds_over_rows
-from jaxroll.reporting.metrics import Mean
+from jaxroll.metrics import Mean
 from jaxroll.types import Array, Minibatch, PyTree
 
 

@@ -1,4 +1,4 @@
-"""What a run tells people: metrics, histories, progress, logs and plots.
+"""What a run tells people: histories, progress, logs and plots.
 
 Knows pytrees and dicts of numbers, nothing of what they mean. Names load when they are first
 used: a progress bar needs no jax, a log file neither matplotlib nor rich.
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
         TensorBoardLogger,
         make_loggers,
     )
-    from jaxroll.reporting.metrics import (
-        Last,
-        Max,
-        Mean,
-        Metric,
-        Sum,
-        all_reduce,
-        compute,
-        merge,
-        reduce,
-        zeros_like,
-    )
     from jaxroll.reporting.plots import plot_runs
     from jaxroll.reporting.progress import Progress
 
@@ -38,22 +26,12 @@ __all__ = [
     "CsvLogger",
     "History",
     "JsonlLogger",
-    "Last",
     "Logger",
     "Loggers",
-    "Max",
-    "Mean",
-    "Metric",
     "Progress",
-    "Sum",
     "TensorBoardLogger",
-    "all_reduce",
-    "compute",
     "make_loggers",
-    "merge",
     "plot_runs",
-    "reduce",
-    "zeros_like",
 ]
 
 _HOME = {
@@ -62,8 +40,6 @@ _HOME = {
         ["CsvLogger", "JsonlLogger", "Logger", "Loggers", "TensorBoardLogger", "make_loggers"],
         "loggers",
     ),
-    **dict.fromkeys(["Last", "Max", "Mean", "Metric", "Sum"], "metrics"),
-    **dict.fromkeys(["all_reduce", "compute", "merge", "reduce", "zeros_like"], "metrics"),
     **dict.fromkeys(["plot_runs"], "plots"),
     **dict.fromkeys(["Progress"], "progress"),
 }

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll import parallel
+from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
 from jaxroll.learners import check_reduction
-from jaxroll.reporting import History, Progress, make_loggers, metrics as metrics_lib
+from jaxroll.reporting import History, Progress, make_loggers
 from jaxroll.train.evaluation import evaluation_columns
 from jaxroll.train.options import (
     as_callbacks,

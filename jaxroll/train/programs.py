@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxroll import collectors, parallel
+from jaxroll import collectors, metrics as metrics_lib, parallel
 from jaxroll.collectors.host import HostCollector
-from jaxroll.reporting import metrics as metrics_lib
 from jaxroll.spaces import zeros
 from jaxroll.types import PyTree, TimeStep
 

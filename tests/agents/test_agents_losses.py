@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxroll.estimators import normalize
-from jaxroll.reporting.metrics import compute
+from jaxroll.metrics import compute
 from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
 from tests.tiers import plain
 

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import IMPALA, PPO, RolloutStorage, make_env, spaces
+from jaxroll import IMPALA, PPO, RolloutStorage, make_env, metrics as metrics_lib, spaces
 from jaxroll.envs import autoreset
 from jaxroll.networks import make_policy
-from jaxroll.reporting import metrics as metrics_lib
 from tests.agents.agent_toys import (
     CLOCK,
     DRIFT,

@@ -9,14 +9,23 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxroll.reporting import Last, Max, Mean, Sum, all_reduce, compute, merge, reduce, zeros_like
+from jaxroll.metrics import (
+    Last,
+    Mean,
+    Sum,
+    as_metrics,
+    compute,
+    merge,
+    pack,
+    unpack,
+    zeros_like,
+)
 
 
 def measure(values, weights):
     return {
         "loss": Mean.of(values, weights),
         "rows": Sum(jnp.sum(weights > 0)),
-        "largest": Max(jnp.max(values)),
         "newest": Last.of(values[-1]),
     }
 
@@ -32,7 +41,6 @@ def expected(values, weights):
     return {
         "loss": np.average(values.astype(np.float64), weights=weights),
         "rows": int((weights > 0).sum()),
-        "largest": values.max(),
         "newest": values[-1, -1],
     }
 
@@ -51,7 +59,7 @@ def test_merged_minibatches_give_the_weighted_mean_of_all_rows():
     assert abs(got["loss"] - mean_of_means) > 1e-3  # else this test shows nothing
 
 
-def test_metrics_are_a_scan_carry_and_reduce_what_scan_stacks():
+def test_metrics_are_a_scan_carry():
     values, weights = batches(6)
 
     @jax.jit
@@ -60,27 +68,48 @@ def test_metrics_are_a_scan_carry_and_reduce_what_scan_stacks():
         step = lambda carry, x: (merge(carry, measure(*x)), None)  # noqa: E731
         return jax.lax.scan(step, zeros_like(shapes), (values, weights))[0]
 
-    @jax.jit
-    def stacked(values, weights):
-        return reduce(jax.lax.map(lambda x: measure(*x), (values, weights)))
-
     assert_same(compute(carried(values, weights)), expected(values, weights))
-    first, second = carried(values, weights), stacked(values, weights)
-    jax.tree.map(np.testing.assert_array_equal, first, second)  # the same order, the same bits
 
 
-def test_all_reduce_over_devices_equals_one_device():
+def test_sum_over_devices_equals_one_device():
     values, weights = batches(4)
     mesh = jax.make_mesh((4,), ("actors",), axis_types=(AxisType.Auto,))
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("actors"), P("actors")), out_specs=P())
     def spread(values, weights):
-        return all_reduce(measure(values[0], weights[0]), "actors")
+        return jax.lax.psum(measure(values[0], weights[0]), "actors")
 
     want = expected(values, weights)
     want["newest"] = values[:, -1].mean()  # of the actors, each has a newest
     assert_same(compute(spread(values, weights)), want)
+
+
+def test_plain_array_is_the_mean_of_its_entries():
+    step = lambda carry, x: (merge(carry, {"loss": x, "of": {"rows": x[0]}}), None)  # noqa: E731
+    batches = jnp.array([[1.0, 3.0], [2.0, 10.0]])
+    start = zeros_like({"loss": batches[0], "of": {"rows": batches[0, 0]}})
+    assert compute(start) == {}
+    assert compute(jax.lax.scan(step, start, batches)[0]) == {"loss": 4.0, "of/rows": 1.5}
+    assert compute(as_metrics({"loss": np.arange(3)})) == {"loss": 1.0}
+
+
+def test_packed_metrics_arrive_bit_by_bit():
+    metrics = {
+        "nan": Mean.of(jnp.nan),
+        "many": Sum(jnp.int32(2**24 + 1)),
+        "per_seed": {"loss": Mean(jnp.arange(3.0), jnp.ones(3))},
+        "half": Sum(jnp.bfloat16(1.5)),
+        "any": Sum(jnp.array([True, False])),
+    }
+    packed = jax.jit(pack)(metrics)
+    assert packed.ndim == 1
+    got = unpack(packed, jax.eval_shape(lambda: metrics))
+    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(metrics))
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, metrics)
+    with pytest.raises(ValueError, match=r"like has 8 bytes, but packed has \d+"):
+        unpack(packed, {"nan": metrics["nan"]})
+    assert unpack(pack({}), {}) == {}
 
 
 def test_vmapped_members_give_arrays_with_nan_where_a_member_measured_nothing():
@@ -93,10 +122,9 @@ def test_vmapped_members_give_arrays_with_nan_where_a_member_measured_nothing():
 
 
 def test_what_was_not_measured_is_missing_but_a_nan_loss_stays_visible():
-    nothing = zeros_like({"a": Mean.of(1.0), "b": Last.of(1.0), "c": Max(jnp.int32(3))})
+    nothing = zeros_like({"a": Mean.of(1.0), "b": Last.of(1.0)})
     assert compute(nothing) == {}
     assert np.isnan(compute({"loss": Mean.of(jnp.nan)})["loss"])
-    assert np.isnan(compute({"largest": Max(jnp.float32(jnp.nan))})["largest"])
 
 
 def test_row_of_weight_zero_may_hold_nan():
