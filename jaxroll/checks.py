@@ -1,7 +1,8 @@
 """Checks of arguments: one function for each kind, with errors that name rule, value and way out.
 
 Each returns the argument in the form in which it is stored. They look at concrete values only: a
-traced number passes, since its value is not known.
+traced number passes, since its value is not known. jax and numpy load in the checks that need
+them, so that the command line can check its words without.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.core
-import numpy as np
+if TYPE_CHECKING:
+    import jax
 
 RULES = {
     "> 0": lambda x: x > 0,
@@ -73,10 +73,13 @@ def check_number(
         ...
       ValueError: discount must be in [0, 1], got 1.5.
     """
+    import jax
+    import numpy as np
+
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array | jax.core.Tracer)
     if isinstance(value, bool) or not (is_array or isinstance(value, int | float)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if np.dtype(value.dtype if is_array else type(value)).kind not in "fiuV":
+    if np.dtype(getattr(value, "dtype", type(value))).kind not in "fiuV":
         raise TypeError(f"{name} must be a real number, got {value!r}.")
     if shape is not None and np.shape(value) != shape:
         wanted = "a single number" if shape == () else f"of shape {list(shape)}"
@@ -96,7 +99,11 @@ def check_number(
 
 def check_flag(name: str, value: Any) -> bool:
     """True or False, and nothing that merely counts as one."""
-    if not isinstance(value, bool | np.bool_):
+    if isinstance(value, bool):
+        return value
+    import numpy as np
+
+    if not isinstance(value, np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return bool(value)
 
@@ -137,6 +144,8 @@ def check_path(name: str, value: Any) -> Path:
 
 def check_key(name: str, value: Any) -> jax.Array:
     """A single typed PRNG key, as `jax.random.key` makes it."""
+    import jax
+
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} must be a key, got {value!r}. Use jax.random.key(seed).")
@@ -149,6 +158,9 @@ def check_key(name: str, value: Any) -> jax.Array:
 
 def check_array(name: str, value: Any) -> Any:
     """An array of real numbers or flags (or what numpy makes one of); returned as an array."""
+    import jax
+    import numpy as np
+
     if isinstance(value, jax.Array | jax.core.Tracer | jax.ShapeDtypeStruct):
         array = value
     else:
@@ -208,9 +220,14 @@ def unknown_name(kind: str, name: str, known: Iterable[str], where: str) -> str:
 
 
 def _as_integer(name: str, value: Any) -> int:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    import jax
+    import numpy as np
+
+    is_whole = isinstance(value, np.integer)
     if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
-        is_whole = value.ndim == 0 and np.dtype(value.dtype).kind in "iu"
+        is_whole = np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"
     if not is_whole and not (isinstance(value, float) and value.is_integer()):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     return int(value)
