@@ -74,6 +74,7 @@ def check_number(
       ValueError: discount must be in [0, 1], got 1.5.
     """
     import jax
+    import jax.core
     import numpy as np
 
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array | jax.core.Tracer)
@@ -145,9 +146,10 @@ def check_path(name: str, value: Any) -> Path:
 def check_key(name: str, value: Any) -> jax.Array:
     """A single typed PRNG key, as `jax.random.key` makes it."""
     import jax
+    import jax.numpy as jnp
 
     dtype = getattr(value, "dtype", None)
-    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} must be a key, got {value!r}. Use jax.random.key(seed).")
     if value.ndim:
         raise ValueError(
@@ -159,6 +161,8 @@ def check_key(name: str, value: Any) -> jax.Array:
 def check_array(name: str, value: Any) -> Any:
     """An array of real numbers or flags (or what numpy makes one of); returned as an array."""
     import jax
+    import jax.core
+    import jax.numpy as jnp
     import numpy as np
 
     if isinstance(value, jax.Array | jax.core.Tracer | jax.ShapeDtypeStruct):
@@ -168,7 +172,7 @@ def check_array(name: str, value: Any) -> Any:
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{name} must be an array, got {value!r}: {error}") from None
-    is_extended = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    is_extended = jnp.issubdtype(array.dtype, jax.dtypes.extended)
     # Kind V: bfloat16 and other dtypes that JAX adds to numpy's.
     if not is_extended and np.dtype(array.dtype).kind not in "fiubV":
         raise TypeError(
@@ -223,6 +227,7 @@ def _as_integer(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     import jax
+    import jax.core
     import numpy as np
 
     is_whole = isinstance(value, np.integer)
