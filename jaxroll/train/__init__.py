@@ -13,7 +13,7 @@ _HOME = {
     "save": "states",
     "train": "loop",
 }
-__all__ = list(_HOME)
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name):
