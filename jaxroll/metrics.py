@@ -111,7 +111,7 @@ class Last(Mean):
       {'learning_rate': 2.0}
     """
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: Any) -> Self:
         """The other, unless it measured nothing."""
         newer = other.weight > 0
         return jax.tree.map(lambda old, new: jnp.where(newer, new, old), self, other)
