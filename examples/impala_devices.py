@@ -26,7 +26,7 @@ def main():
     for count in (1, args.devices):
         mesh = parallel.make_mesh(count)
         state, history = impala.train(args.steps, mesh=mesh, reduction="exact")
-        params.append(jax.device_get(state.shared.params))
+        params.append(jax.device_get(state.learner.params))
         print(f"{count} devices: return {history.last('episode_return'):.1f}")
     apart = jax.tree.map(lambda x, y: float(abs(x - y).max()), *params)
     print("largest difference between the params:", max(jax.tree.leaves(apart)))

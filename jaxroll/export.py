@@ -61,7 +61,7 @@ def export_policy(
         )
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, or None for any, got {batch_size}.")
-    params = local(agent.acting_params(state.shared))
+    params = local(agent.acting_params(state.learner))
     policy, space = agent.policy, agent.env.observation_space
     batch = export.symbolic_shape("b")[0] if batch_size is None else batch_size
     like = jax.eval_shape(lambda: policy.initial_carry(2))

@@ -2,13 +2,13 @@
 
 How training uses them, so that a run is the same on any number of devices:
 
-1. A rollout is collected under moments that do not change: `NormalizedPolicy` reads them from
-   its params. The stored observations stay raw, so every epoch sees the moments that it acted on.
-2. After the learner's update each actor reduces its rollout to fresh moments, `batch_moments`.
-3. The actors' moments are gathered, [A], and added to the shared ones in actor order:
+1. A rollout is collected under statistics that do not change: `NormalizedPolicy` reads them from
+   its params. The stored observations stay raw, so every epoch sees what the actor saw.
+2. After the learner's update each actor reduces its rollout to `batch_statistics`.
+3. The actors' statistics are gathered, [A], and added to the shared ones in actor order:
    `merge_all`. Which device held which actor has no effect, to the last bit.
 
-Evaluation changes no params, so there the moments are frozen by construction.
+Evaluation changes no params, so there the statistics are frozen by construction.
 
 A row with an entry that is not finite has no weight: one NaN must not stay for the rest of a run.
 
@@ -31,7 +31,7 @@ from jaxroll.types import Array, Node, PolicyOutput, PyTree, as_leaf
 MASK = "action_mask"
 
 
-class RunningMoments(Node):
+class RunningStatistics(Node):
     """Count, mean and variance of all rows seen so far, for each entry of an observation.
 
     Merging is Chan's formula, with w = n_b / (n_a + n_b):
@@ -40,8 +40,9 @@ class RunningMoments(Node):
         var  ← var_a + w (var_b − var_a) + w (1 − w) (mean_b − mean_a)²
 
     Example:
-      >>> moments = RunningMoments.create(np.zeros(2)).update(np.array([[1.0, 5.0], [3.0, 5.0]]))
-      >>> moments.mean.tolist(), moments.std.tolist(), float(moments.count)
+      >>> statistics = RunningStatistics.create(np.zeros(2))
+      >>> statistics = statistics.update(np.array([[1.0, 5.0], [3.0, 5.0]]))
+      >>> statistics.mean.tolist(), statistics.std.tolist(), float(statistics.count)
       ([2.0, 5.0], [1.0, 0.0], 2.0)
 
     Chan et al., 1983, https://doi.org/10.1080/00031305.1983.10483115
@@ -53,8 +54,8 @@ class RunningMoments(Node):
     variance: PyTree  # float32
 
     @classmethod
-    def create(cls, example: PyTree) -> RunningMoments:
-        """Moments of no rows.
+    def create(cls, example: PyTree) -> RunningStatistics:
+        """Statistics of no rows.
 
         Args:
           example: one observation (no batch axis), arrays or shapes; any pytree, any dtype.
@@ -68,18 +69,18 @@ class RunningMoments(Node):
         """The standard deviation (ddof 0), as observations are shaped."""
         return jax.tree.map(jnp.sqrt, self.variance)
 
-    def update(self, batch: PyTree, weights: Array | None = None) -> RunningMoments:
-        """The moments after more rows.
+    def update(self, batch: PyTree, weights: Array | None = None) -> RunningStatistics:
+        """The statistics after more rows.
 
         Args:
           batch: observations with any leading axes, [N, ...] or [T, B, ...].
           weights: [N] or [T, B]; rows of weight 0 have no effect, whatever stands in them. Nor
             have rows with an entry that is not finite.
         """
-        return self.merge(self.batch_moments(batch, weights))
+        return self.merge(self.batch_statistics(batch, weights))
 
-    def batch_moments(self, batch: PyTree, weights: Array | None = None) -> RunningMoments:
-        """The moments of these rows alone; those seen so far serve only to centre them."""
+    def batch_statistics(self, batch: PyTree, weights: Array | None = None) -> RunningStatistics:
+        """The statistics of these rows alone; those seen so far serve only to centre them."""
         lead = _leading_shape(batch, self.mean)
         if weights is None:
             weights = jnp.ones(lead, jnp.float32)
@@ -92,7 +93,7 @@ class RunningMoments(Node):
         count = jnp.sum(weights)
         axes = tuple(range(len(lead)))
 
-        def moments(x: Array, center: Array) -> tuple[Array, Array]:
+        def statistics(x: Array, center: Array) -> tuple[Array, Array]:
             w = weights.reshape(lead + (1,) * center.ndim)
             x = jnp.asarray(x).astype(jnp.float32) - center.reshape((1,) * len(lead) + center.shape)
             x = jnp.where(w > 0, x, 0)
@@ -101,31 +102,31 @@ class RunningMoments(Node):
             variance = jnp.sum(jnp.square(x - shift) * w, axes) / divisor
             return center + shift.reshape(center.shape), variance
 
-        pairs = jax.tree.map(moments, batch, jax.tree.map(jnp.asarray, self.mean))
+        pairs = jax.tree.map(statistics, batch, jax.tree.map(jnp.asarray, self.mean))
         structure = jax.tree.structure(self.mean)
         mean, variance = (
             jax.tree.unflatten(structure, [pair[i] for pair in structure.flatten_up_to(pairs)])
             for i in (0, 1)
         )
-        return RunningMoments(count, jnp.zeros_like(count), mean, variance)
+        return RunningStatistics(count, jnp.zeros_like(count), mean, variance)
 
-    def merge(self, other: RunningMoments) -> RunningMoments:
-        """The moments of the rows of both."""
+    def merge(self, other: RunningStatistics) -> RunningStatistics:
+        """The statistics of the rows of both."""
         count, rest = _add(self.count, self.count_rest, other.count, other.count_rest)
         w = jnp.where(count > 0, other.count / jnp.where(count > 0, count, 1), 0)
 
         def variance(var_a: Array, var_b: Array, mean_a: Array, mean_b: Array) -> Array:
             return var_a + w * (var_b - var_a) + w * (1 - w) * jnp.square(mean_b - mean_a)
 
-        return RunningMoments(
+        return RunningStatistics(
             count=count,
             count_rest=rest,
             mean=jax.tree.map(lambda a, b: a + w * (b - a), self.mean, other.mean),
             variance=jax.tree.map(variance, self.variance, other.variance, self.mean, other.mean),
         )
 
-    def merge_all(self, stacked: RunningMoments) -> RunningMoments:
-        """These moments and, one after the other, A more with a leading axis [A, ...].
+    def merge_all(self, stacked: RunningStatistics) -> RunningStatistics:
+        """These statistics and, one after the other, A more with a leading axis [A, ...].
 
         The order is that of the axis, so the result does not depend on how it was gathered.
         """
@@ -209,22 +210,22 @@ class RewardScaler(Node):
       ([1.0, 3.5], [0.800000011920929, 2.4000000953674316])
     """
 
-    moments: RunningMoments  # of the sums; scalar
+    statistics: RunningStatistics  # of the sums; scalar
     discount: Array  # [] float32
 
     @classmethod
     def create(cls, discount: Array | float = 0.99) -> RewardScaler:
         """A scaler that has seen nothing, and so changes nothing but by clipping."""
-        return cls(RunningMoments.create(np.zeros(())), as_leaf(discount))
+        return cls(RunningStatistics.create(np.zeros(())), as_leaf(discount))
 
     def update(self, sums: Array, weights: Array | None = None) -> RewardScaler:
         """After more discounted sums, [T, B]; weights are 0 where a row is no experience."""
-        return self.replace(moments=self.moments.update(sums, weights))
+        return self.replace(statistics=self.statistics.update(sums, weights))
 
     def scale(self, rewards: Array, clip: float | None = 10.0) -> Array:
         """Rewards over the spread of their sums, clipped to ±clip."""
-        moments = self.moments.replace(mean=jnp.zeros_like(self.moments.mean))
-        return moments.normalize(rewards, clip)
+        statistics = self.statistics.replace(mean=jnp.zeros_like(self.statistics.mean))
+        return statistics.normalize(rewards, clip)
 
 
 def discounted_sums(
@@ -266,17 +267,17 @@ def discounted_sums(
 
 
 class NormalizedParams(Node):
-    """The params of a `NormalizedPolicy`. A learner trains `policy` and leaves `moments` alone."""
+    """The params of a `NormalizedPolicy`. A learner trains `policy` only."""
 
     policy: PyTree
-    moments: RunningMoments
+    statistics: RunningStatistics
 
 
 @dataclasses.dataclass(frozen=True)
 class NormalizedPolicy:
     """A policy whose inner policy sees observations with zero mean and unit spread.
 
-    It is a `Policy` itself; no gradient flows into the moments. An action mask (the key
+    It is a `Policy` itself; no gradient flows into the statistics. An action mask (the key
     "action_mask" of a dict observation) is handed on as it is.
 
     Example:
@@ -286,8 +287,8 @@ class NormalizedPolicy:
       >>> policy = NormalizedPolicy(make_policy(env.observation_space, env.action_space))
       >>> obs = jnp.ones((8, 4))
       >>> params = policy.init(jax.random.key(0), obs)
-      >>> params = policy.update_moments(params, obs)
-      >>> float(params.moments.count)
+      >>> params = policy.update_statistics(params, obs)
+      >>> float(params.statistics.count)
       8.0
     """
 
@@ -300,11 +301,11 @@ class NormalizedPolicy:
         return getattr(self.policy, "has_separate_value", False)
 
     def init(self, key: jax.Array, obs: PyTree) -> NormalizedParams:
-        """Params of the inner policy, and moments of no rows; `obs` has a leading batch axis."""
+        """Params of the inner policy, and statistics of no rows; `obs` has a leading batch axis."""
         example = jax.tree.map(lambda x: np.zeros(x.shape[1:], np.float32), _without_mask(obs))
-        moments = jax.tree.map(jnp.asarray, RunningMoments.create(example))
-        obs = self._normalize(moments, obs)
-        return NormalizedParams(self.policy.init(key, obs), moments)
+        statistics = jax.tree.map(jnp.asarray, RunningStatistics.create(example))
+        obs = self._normalize(statistics, obs)
+        return NormalizedParams(self.policy.init(key, obs), statistics)
 
     def initial_carry(self, batch_size: int) -> PyTree:
         """The inner policy's."""
@@ -314,21 +315,21 @@ class NormalizedPolicy:
         self, params: NormalizedParams, carry: PyTree, obs: PyTree, is_first: Array
     ) -> tuple[PyTree, PolicyOutput]:
         """The inner policy's, on normalised observations [B, ...]."""
-        obs = self._normalize(params.moments, obs)
+        obs = self._normalize(params.statistics, obs)
         return self.policy.apply(params.policy, carry, obs, is_first)
 
     def unroll(
         self, params: NormalizedParams, carry: PyTree, obs: PyTree, is_first: Array
     ) -> tuple[PyTree, PolicyOutput]:
         """The inner policy's, on normalised observations [T, B, ...]."""
-        obs = self._normalize(params.moments, obs)
+        obs = self._normalize(params.statistics, obs)
         return self.policy.unroll(params.policy, carry, obs, is_first)
 
     def value(
         self, params: NormalizedParams, carry: PyTree, obs: PyTree, is_first: Array
     ) -> PyTree:
         """The inner policy's, on normalised observations [B, ...]."""
-        obs = self._normalize(params.moments, obs)
+        obs = self._normalize(params.statistics, obs)
         return self.policy.value(params.policy, carry, obs, is_first)
 
     def act_extras(self, params: NormalizedParams, output: PolicyOutput, action: PyTree) -> PyTree:
@@ -336,24 +337,26 @@ class NormalizedPolicy:
         inner = getattr(self.policy, "act_extras", None)
         return inner(params.policy, output, action) if inner else output.extras
 
-    def batch_moments(
+    def batch_statistics(
         self, params: NormalizedParams, obs: PyTree, weights: Array | None = None
-    ) -> RunningMoments:
-        """The moments of one actor's rollout, [T, B, ...], to be gathered over actors."""
-        return params.moments.batch_moments(_without_mask(obs), weights)
+    ) -> RunningStatistics:
+        """The statistics of one actor's rollout, [T, B, ...], to be gathered over actors."""
+        return params.statistics.batch_statistics(_without_mask(obs), weights)
 
-    def merge_moments(self, params: NormalizedParams, stacked: RunningMoments) -> NormalizedParams:
+    def merge_statistics(
+        self, params: NormalizedParams, stacked: RunningStatistics
+    ) -> NormalizedParams:
         """Params with the rollouts of A actors added in actor order; leaves [A, ...]."""
-        return params.replace(moments=params.moments.merge_all(stacked))
+        return params.replace(statistics=params.statistics.merge_all(stacked))
 
-    def update_moments(
+    def update_statistics(
         self, params: NormalizedParams, obs: PyTree, weights: Array | None = None
     ) -> NormalizedParams:
         """Params with one rollout added: all there is to do where there is one actor."""
-        return params.replace(moments=params.moments.update(_without_mask(obs), weights))
+        return params.replace(statistics=params.statistics.update(_without_mask(obs), weights))
 
-    def _normalize(self, moments: RunningMoments, obs: PyTree) -> PyTree:
-        normalized = lax.stop_gradient(moments).normalize(_without_mask(obs), self.clip)
+    def _normalize(self, statistics: RunningStatistics, obs: PyTree) -> PyTree:
+        normalized = lax.stop_gradient(statistics).normalize(_without_mask(obs), self.clip)
         return {**normalized, MASK: obs[MASK]} if _has_mask(obs) else normalized
 
 

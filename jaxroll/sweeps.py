@@ -115,9 +115,9 @@ class Sweep(Node):
         """One iteration of every member."""
         return self._over_members(lambda agent, state: agent.train_step(state, **options), state)
 
-    def acting_params(self, shared: Any) -> PyTree:
+    def acting_params(self, learner: Any) -> PyTree:
         """What each member acts with, leaves [N, ...]."""
-        return self._over_members(lambda agent, shared: agent.acting_params(shared), shared)
+        return self._over_members(lambda agent, learner: agent.acting_params(learner), learner)
 
     def state_specs(self, axis_name: str) -> Any:
         """As the agent's, behind the members' axis."""

@@ -102,11 +102,11 @@ class DistributedTrainer:
             raise ValueError(f"actor must be from 0 to {agent.num_actors - 1}, got {actor}.")
         one = jax.tree.map(lambda x: x[actor], state.actors)
         if not agent.is_host:
-            return jax.jit(agent.run)(state.shared, one)[1]
+            return jax.jit(agent.run)(state.learner, one)[1]
         with agent.env.make(agent.envs_per_actor) as envs:
             collector = HostCollector(envs, agent.policy, **agent.collect_options)
-            params = agent.acting_params(state.shared)
-            return collector.collect(params, collector.init(one.state.key), agent.num_steps)[1]
+            params = agent.acting_params(state.learner)
+            return collector.collect(params, collector.init(one.key), agent.num_steps)[1]
 
     def train(
         self,

@@ -199,6 +199,7 @@ class ActorState(Node):
     key: jax.Array  # the actor's own key; rollout u draws from fold_in(key, u)
     num_rollouts: Array  # [] int32: u
     statistics: EpisodeStatistics
+    reward_sums: Array | None = None  # [B] discounted rewards so far, where rewards are scaled
 
 
 class Rollout(Node):

@@ -1,4 +1,4 @@
-"""Moments equal numpy's over all rows at once, however these were split."""
+"""Statistics equal numpy's over all rows at once, however these were split."""
 
 import dataclasses
 import functools
@@ -16,45 +16,45 @@ from jaxroll.normalizers import (
     NormalizedParams,
     NormalizedPolicy,
     RewardScaler,
-    RunningMoments,
+    RunningStatistics,
     discounted_sums,
 )
 from jaxroll.types import PolicyOutput
 
-update = jax.jit(RunningMoments.update)
+update = jax.jit(RunningStatistics.update)
 
 
 def rows(seed, n, loc=3.0, scale=2.0):
     return np.random.default_rng(seed).normal(loc, scale, (n, 3)).astype(np.float32)
 
 
-def moments_of(*batches):
-    moments = RunningMoments.create(np.zeros(3))
+def statistics_of(*batches):
+    statistics = RunningStatistics.create(np.zeros(3))
     for batch in batches:
-        moments = update(moments, batch)
-    return moments
+        statistics = update(statistics, batch)
+    return statistics
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=15)
-def test_moments_equal_numpy_however_the_rows_are_split(sizes):
+def test_statistics_equal_numpy_however_the_rows_are_split(sizes):
     batches = [rows(i, n, loc=5.0 * i) for i, n in enumerate(sizes)]
     everything = np.concatenate(batches).astype(np.float64)
-    moments = moments_of(*batches)
-    assert float(moments.count) == len(everything)
-    np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(moments.std, everything.std(0), rtol=1e-4, atol=1e-5)
-    backwards = moments_of(*batches[::-1])
-    np.testing.assert_allclose(moments.mean, backwards.mean, rtol=1e-5)
-    np.testing.assert_allclose(moments.variance, backwards.variance, rtol=1e-4, atol=1e-5)
+    statistics = statistics_of(*batches)
+    assert float(statistics.count) == len(everything)
+    np.testing.assert_allclose(statistics.mean, everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(statistics.std, everything.std(0), rtol=1e-4, atol=1e-5)
+    backwards = statistics_of(*batches[::-1])
+    np.testing.assert_allclose(statistics.mean, backwards.mean, rtol=1e-5)
+    np.testing.assert_allclose(statistics.variance, backwards.variance, rtol=1e-4, atol=1e-5)
 
 
 def test_a_large_offset_keeps_the_spread():
     batches = [rows(i, 500, loc=1e5, scale=1.0) for i in range(20)]
     everything = np.concatenate(batches).astype(np.float64)
-    moments = moments_of(*batches)
-    np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(moments.std, everything.std(0), rtol=2e-3)
+    statistics = statistics_of(*batches)
+    np.testing.assert_allclose(statistics.mean, everything.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(statistics.std, everything.std(0), rtol=2e-3)
 
 
 def test_leading_axes_trees_and_dtypes_of_any_kind():
@@ -64,18 +64,18 @@ def test_leading_axes_trees_and_dtypes_of_any_kind():
         "position": (rng.normal(size=(5, 4)).astype(np.float32), rng.integers(0, 9, (5, 4, 3))),
     }
     example = jax.tree.map(lambda x: x[0, 0], batch)
-    moments = update(RunningMoments.create(example), batch)
+    statistics = update(RunningStatistics.create(example), batch)
     jax.tree.map(
         lambda got, x: np.testing.assert_allclose(got, x.mean((0, 1)), rtol=1e-5, atol=1e-6),
-        moments.mean,
+        statistics.mean,
         batch,
     )
     jax.tree.map(
         lambda got, x: np.testing.assert_allclose(got, x.std((0, 1)), rtol=1e-5, atol=1e-6),
-        moments.std,
+        statistics.std,
         batch,
     )
-    normal = moments.normalize(batch)
+    normal = statistics.normalize(batch)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(normal))
     np.testing.assert_allclose(normal["pixels"].mean((0, 1)), 0, atol=1e-5)
     np.testing.assert_allclose(normal["pixels"].std((0, 1)), 1, atol=1e-4)
@@ -86,13 +86,13 @@ def test_rows_of_weight_zero_have_no_effect():
     weights = np.array([1, 1, 0, 1, 0, 1], np.float32)
     kept = batch[weights > 0]
     spoiled = np.where(weights[:, None] > 0, batch, np.nan)
-    moments = RunningMoments.create(np.zeros(3)).update(spoiled, weights)
-    np.testing.assert_allclose(moments.mean, kept.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(moments.std, kept.std(0), rtol=1e-5)
-    assert float(moments.count) == 4
-    nothing = moments.update(spoiled, np.zeros(6, bool))
-    jax.tree.map(np.testing.assert_array_equal, nothing, moments)
-    fresh = RunningMoments.create(np.zeros(3)).update(spoiled, np.zeros(6))
+    statistics = RunningStatistics.create(np.zeros(3)).update(spoiled, weights)
+    np.testing.assert_allclose(statistics.mean, kept.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(statistics.std, kept.std(0), rtol=1e-5)
+    assert float(statistics.count) == 4
+    nothing = statistics.update(spoiled, np.zeros(6, bool))
+    jax.tree.map(np.testing.assert_array_equal, nothing, statistics)
+    fresh = RunningStatistics.create(np.zeros(3)).update(spoiled, np.zeros(6))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(fresh))
 
 
@@ -100,7 +100,7 @@ def test_rows_that_are_not_finite_have_no_effect():
     batch = {"a": rows(0, 6), "b": rows(1, 6)[:, :1], "n": np.arange(6)}
     batch["a"][1, 2], batch["b"][4, 0] = np.nan, np.inf
     good = jax.tree.map(lambda x: x[[0, 2, 3, 5]], batch)
-    empty = RunningMoments.create(jax.tree.map(lambda x: x[0], batch))
+    empty = RunningStatistics.create(jax.tree.map(lambda x: x[0], batch))
     seen, expected = update(empty, batch), update(empty, good)
     assert seen.count == 4
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), seen, expected)
@@ -115,16 +115,16 @@ def test_sums_start_anew_after_one_that_is_not_finite():
     np.testing.assert_array_equal(sums[:, 0], [1, np.nan, 2, 5])
     assert after.tolist() == [5]
     scaler = RewardScaler.create(0.5).update(sums)
-    assert scaler.moments.count == 3
+    assert scaler.statistics.count == 3
 
 
 def test_the_count_goes_on_past_what_a_float32_can_count():
-    one = RunningMoments.create(np.zeros(())).batch_moments(jnp.zeros(1))
+    one = RunningStatistics.create(np.zeros(())).batch_statistics(jnp.zeros(1))
     start = dataclasses.replace(one, count=jnp.float32(2**24))
 
     @jax.jit
-    def count(moments):
-        return jax.lax.scan(lambda m, _: (m.merge(one), None), moments, length=5001)[0]
+    def count(statistics):
+        return jax.lax.scan(lambda m, _: (m.merge(one), None), statistics, length=5001)[0]
 
     after = count(start)
     assert float(np.float64(after.count) + np.float64(after.count_rest)) == 2**24 + 5001
@@ -132,24 +132,24 @@ def test_the_count_goes_on_past_what_a_float32_can_count():
 
 
 def test_billions_of_rows_leave_the_variance_where_it_is():
-    moments = moments_of(rows(0, 4096))
-    many = moments.replace(count=jnp.float32(5e10))
+    statistics = statistics_of(rows(0, 4096))
+    many = statistics.replace(count=jnp.float32(5e10))
 
     @jax.jit
-    def add(moments):
+    def add(statistics):
         batch = jnp.asarray(rows(0, 4096))
-        return jax.lax.scan(lambda m, _: (m.update(batch), None), moments, length=300)[0]
+        return jax.lax.scan(lambda m, _: (m.update(batch), None), statistics, length=300)[0]
 
-    np.testing.assert_allclose(add(many).variance, moments.variance, rtol=1e-5)
-    np.testing.assert_allclose(add(many).mean, moments.mean, rtol=1e-5)
+    np.testing.assert_allclose(add(many).variance, statistics.variance, rtol=1e-5)
+    np.testing.assert_allclose(add(many).mean, statistics.mean, rtol=1e-5)
 
 
 def test_actors_merge_in_their_order_bitwise_on_any_number_of_devices():
-    start = jax.tree.map(jnp.asarray, moments_of(rows(99, 7)))
+    start = jax.tree.map(jnp.asarray, statistics_of(rows(99, 7)))
     batches = jnp.stack([jnp.asarray(rows(i, 16, loc=i)) for i in range(8)])
 
     def every(start, batches, axis=None):
-        stacked = jax.lax.map(start.batch_moments, batches)
+        stacked = jax.lax.map(start.batch_statistics, batches)
         if axis is not None:
             stacked = jax.lax.all_gather(stacked, axis, tiled=True)
         return start.merge_all(stacked)
@@ -170,7 +170,7 @@ def test_actors_merge_in_their_order_bitwise_on_any_number_of_devices():
     # … and in that order, one after the other
     by_hand = start
     for batch in batches:
-        by_hand = by_hand.merge(start.batch_moments(batch))
+        by_hand = by_hand.merge(start.batch_statistics(batch))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results[0], by_hand)
     everything = np.concatenate([rows(99, 7), *np.asarray(batches)]).astype(np.float64)
     np.testing.assert_allclose(results[0].mean, everything.mean(0), rtol=1e-5)
@@ -178,29 +178,29 @@ def test_actors_merge_in_their_order_bitwise_on_any_number_of_devices():
 
 
 def test_normalized_observations_are_clipped_and_keep_their_float_dtype():
-    moments = moments_of(rows(0, 100))
+    statistics = statistics_of(rows(0, 100))
     x = np.array([[1e6, -1e6, 3.0]], np.float32)
-    y = moments.normalize(x)
+    y = statistics.normalize(x)
     assert y[0, :2].tolist() == [10.0, -10.0]
-    assert float(moments.normalize(x, clip=None)[0, 0]) > 1e5
-    assert moments.normalize(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert float(statistics.normalize(x, clip=None)[0, 0]) > 1e5
+    assert statistics.normalize(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_nothing_seen_changes_nothing_and_a_constant_entry_stays_finite():
-    moments = RunningMoments.create(np.zeros(3))
+    statistics = RunningStatistics.create(np.zeros(3))
     x = rows(0, 4)
-    np.testing.assert_array_equal(moments.normalize(x), x)
-    constant = moments.update(np.full((50, 3), 12345.678, np.float32))
+    np.testing.assert_array_equal(statistics.normalize(x), x)
+    constant = statistics.update(np.full((50, 3), 12345.678, np.float32))
     y = constant.normalize(np.full((2, 3), 12345.678, np.float32))
     assert np.abs(y).max() < 0.2
 
 
 def test_wrong_shapes_are_refused():
-    moments = RunningMoments.create(np.zeros(3))
+    statistics = RunningStatistics.create(np.zeros(3))
     with pytest.raises(ValueError, match="observation's shapes after common leading axes"):
-        moments.update(np.zeros((5, 4)))
+        statistics.update(np.zeros((5, 4)))
     with pytest.raises(ValueError, match=r"leading axes of the batch, \[5\], got \[4\]"):
-        moments.update(np.zeros((5, 3)), np.ones(4))
+        statistics.update(np.zeros((5, 3)), np.ones(4))
 
 
 def test_discounted_sums_equal_a_loop_and_go_on_over_rollouts():
@@ -263,7 +263,7 @@ def test_the_inner_policy_sees_normalised_observations_everywhere():
     policy = NormalizedPolicy(Linear())
     obs = rows(0, 12)
     params = policy.init(jax.random.key(0), obs)
-    params = policy.update_moments(params, obs)
+    params = policy.update_statistics(params, obs)
     expected = (obs - obs.mean(0)) / obs.std(0)
     is_first = np.zeros(12, bool)
     _, output = policy.apply(params, (), obs, is_first)
@@ -275,14 +275,14 @@ def test_the_inner_policy_sees_normalised_observations_everywhere():
     assert policy.initial_carry(3) == ()
 
 
-def test_moments_have_no_gradient_and_the_policy_has():
+def test_statistics_have_no_gradient_and_the_policy_has():
     policy = NormalizedPolicy(Linear())
     obs = rows(0, 12)
-    params = policy.update_moments(policy.init(jax.random.key(0), obs), obs)
+    params = policy.update_statistics(policy.init(jax.random.key(0), obs), obs)
     loss = lambda p: jnp.sum(policy.value(p, (), obs + 1, None) ** 2)  # noqa: E731
     gradient = jax.grad(loss)(params)
     assert isinstance(gradient, NormalizedParams)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(gradient.moments))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(gradient.statistics))
     assert float(gradient.policy["w"]) != 0
 
 
@@ -290,11 +290,11 @@ def test_an_action_mask_is_handed_on_untouched():
     policy = NormalizedPolicy(Linear())
     obs = {"x": rows(0, 8), "action_mask": np.random.default_rng(0).random((8, 2)) < 0.5}
     params = policy.init(jax.random.key(0), obs)
-    params = policy.update_moments(params, obs)
-    stacked = jax.tree.map(lambda x: x[None], policy.batch_moments(params, obs))
-    params = policy.merge_moments(params, stacked)
-    assert float(params.moments.count) == 16
-    assert params.moments.mean.keys() == {"x"}
+    params = policy.update_statistics(params, obs)
+    stacked = jax.tree.map(lambda x: x[None], policy.batch_statistics(params, obs))
+    params = policy.merge_statistics(params, stacked)
+    assert float(params.statistics.count) == 16
+    assert params.statistics.mean.keys() == {"x"}
     _, output = policy.apply(params, (), obs, np.zeros(8, bool))
     np.testing.assert_array_equal(output.extras["seen"]["action_mask"], obs["action_mask"])
     np.testing.assert_allclose(output.extras["seen"]["x"].mean(0), 0, atol=1e-5)

@@ -13,7 +13,7 @@ def test_readme_examples_run():
     for number, block in enumerate(blocks):
         exec(compile(block, f"README block {number}", "exec"), names)
     assert names["returns"].shape == (2, 16, 8)
-    assert int(names["state"].shared.iteration) == 3
+    assert int(names["state"].learner.iteration) == 3
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -120,7 +120,7 @@ def test_every_agent_can_be_swept(name):
     )
     result = sweep(agent, 128, seeds=2, progress="silent")
     state, _ = agent.train(128, seed=1, progress="silent")
-    assert_close(result.state(1).shared.params, state.shared.params)
+    assert_close(result.state(1).learner.params, state.learner.params)
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,16 @@ def test_the_config_of_a_run_reproduces_it(run):
     again = DistributedTrainer(Config.read(run.out).replace(out=None))
     state, history = again.train()
     assert rows(history) == rows(run.history)
-    jax.tree.map(np.testing.assert_array_equal, state.shared.params, run.state.shared.params)
+    jax.tree.map(np.testing.assert_array_equal, state.learner.params, run.state.learner.params)
 
 
 def test_acting_shows_what_an_actor_collects_next_and_changes_nothing(run):
-    before = jax.tree.map(np.asarray, run.state.shared)
+    before = jax.tree.map(np.asarray, run.state.learner)
     first, again, other = run.act(0), run.act(0), run.act(1)
     assert first.transition.reward.shape == (8, 2)
     jax.tree.map(np.testing.assert_array_equal, first.transition, again.transition)
     assert (first.transition.obs != other.transition.obs).any()
-    jax.tree.map(np.testing.assert_array_equal, before, run.state.shared)
+    jax.tree.map(np.testing.assert_array_equal, before, run.state.learner)
     with pytest.raises(ValueError, match="actor must be from 0 to 1, got 2"):
         run.act(2)
 
@@ -79,7 +79,7 @@ def test_what_is_saved_is_loaded(run, tmp_path):
     elsewhere = DistributedTrainer(run.config)
     for path in (None, run.save(tmp_path / "mine")):
         state = elsewhere.load(path)
-        jax.tree.map(np.testing.assert_array_equal, state.shared, run.state.shared)
+        jax.tree.map(np.testing.assert_array_equal, state.learner, run.state.learner)
 
 
 def test_a_run_is_not_written_over_but_continued(run):
@@ -120,7 +120,7 @@ def test_several_seeds_are_one_run(tmp_path):
     trainer = DistributedTrainer(CONFIG | {"num_seeds": 2, "seed": 3, "out": str(tmp_path / "r")})
     state, history = trainer.train()
     assert {row["seed"] for row in history} == {3, 4}
-    assert jax.tree.leaves(state.shared.params)[0].shape[0] == 2
+    assert jax.tree.leaves(state.learner.params)[0].shape[0] == 2
     assert trainer.act().transition.reward.shape == (8, 2)
     result = trainer.test(4)
     assert len(result["seed_returns"]) == 2

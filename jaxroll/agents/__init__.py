@@ -1,7 +1,7 @@
 """Agents: which parts an algorithm uses and how they are wired."""
 
 from jaxroll.agents.a2c import A2C
-from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
+from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.daac import DAAC
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.impala import IMPALA
@@ -16,10 +16,9 @@ __all__ = [
     "DAAC",
     "IMPALA",
     "PPO",
-    "Actor",
     "DistributedAgent",
+    "LearnerState",
     "OnPolicyAgent",
-    "Shared",
     "TrainState",
     "leaf",
     "static",

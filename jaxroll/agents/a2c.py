@@ -29,7 +29,7 @@ class A2C(OnPolicyAgent):
       >>> import jax, jaxroll
       >>> a2c = jaxroll.A2C.create("CartPole-v1", num_envs=4)
       >>> state, metrics = jax.jit(a2c.train_step)(a2c.init(jax.random.key(0)))
-      >>> int(state.shared.version)
+      >>> int(state.learner.version)
       1
 
     Mnih et al., 2016, https://arxiv.org/abs/1602.01783

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
+from jaxroll.counts import count_add, count_float, count_zero
 from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
 from jaxroll.metrics import Mean, Sum
@@ -32,7 +33,7 @@ from jaxroll.normalizers import (
     NormalizedParams,
     NormalizedPolicy,
     RewardScaler,
-    RunningMoments,
+    RunningStatistics,
     discounted_sums,
 )
 from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
@@ -42,25 +43,18 @@ PLAN_FOLD = 2**30
 _NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "squash")
 
 
-class Shared(Node):
+class LearnerState(Node):
     """What all actors and learners have in common; replicated over the devices."""
 
     params: PyTree
     opt_state: PyTree
-    moments: RunningMoments | None  # of observations, where they are normalised
+    obs_statistics: RunningStatistics | None  # where observations are normalised
     reward_scaler: RewardScaler | None
     iteration: Array  # [] int32: train steps done
     version: Array  # [] int32: optimiser steps done
-    num_episodes: Array  # [] int32: episodes finished
-    ring: PyTree = None  # where the actors' rings stand, for algorithms that have them
-
-
-class Actor(Node):
-    """One logical actor; in a TrainState leaves have a leading axis [A]."""
-
-    state: ActorState
-    reward_sums: Array | None = None  # [B] running discounted rewards, for their scale
-    slots: PyTree = None  # the actor's ring of unrolls, for algorithms that have one
+    num_episodes: Array  # [2] uint32 (see `jaxroll.counts`): episodes finished
+    num_env_steps: Array  # [2] uint32: environment steps taken
+    extras: PyTree = None  # an algorithm's own state: saved, replicated and swept like the rest
 
 
 class TrainState(Node):
@@ -70,12 +64,13 @@ class TrainState(Node):
       >>> import jaxroll
       >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=8, num_actors=2)
       >>> state = jax.eval_shape(ppo.init, jax.random.key(0))
-      >>> state.shared.iteration.shape, state.actors.state.obs.shape
+      >>> state.learner.iteration.shape, state.actors.obs.shape
       ((), (2, 4, 4))
     """
 
-    shared: Shared
-    actors: Actor  # leaves [A, ...]
+    learner: LearnerState
+    actors: ActorState  # leaves [A, ...]
+    storage: PyTree = None  # what outlives an iteration, such as IMPALA's ring of unrolls
 
 
 class DistributedAgent(Node):
@@ -95,9 +90,9 @@ class DistributedAgent(Node):
       ...         return ()
       ...
       ...     def update(self, state, rollouts, *, axis_name=None, reduction="fast"):
-      ...         shared = state.shared.replace(iteration=state.shared.iteration + 1)
+      ...         learner = state.learner.replace(iteration=state.learner.iteration + 1)
       ...         across = {"axis_name": axis_name, "reduction": reduction}
-      ...         return state.replace(shared=shared), self.episode_metrics(rollouts, **across)
+      ...         return state.replace(learner=learner), self.episode_metrics(rollouts, **across)
       >>> idle = Idle.create("CartPole-v1", num_envs=4, num_steps=8, num_actors=2)
       >>> state = jax.eval_shape(idle.init, jax.random.key(0))
       >>> sorted(jax.eval_shape(idle.train_step, state)[1])
@@ -129,7 +124,7 @@ class DistributedAgent(Node):
     )
     normalize_observations: bool = static(False, "by their running mean and deviation")
     normalize_rewards: bool = static(False, "by the deviation of their discounted sums")
-    final_rows: int = static(
+    max_truncations: int = static(
         2, "truncated steps per environment and rollout that keep their final observation", ">= 0"
     )
 
@@ -251,99 +246,113 @@ class DistributedAgent(Node):
                 "a jaxroll.collectors.HostCollector and agent.update in a loop of your own."
             )
         params_key, actors_key = jax.random.split(key)
-        shared = self.init_shared(params_key)
+        learner = self.init_learner(params_key)
         actors = jax.vmap(self.init_actor)(self.actor_keys(actors_key))
 
         def run(state: TrainState) -> tuple[TrainState, Rollout]:
             # One actor after the other: what is in the state must not depend on the devices.
             actors, rollouts = map_actors(
-                lambda actor: self.run(state.shared, actor), state.actors, reduction="exact"
+                lambda actor: self.run(state.learner, actor), state.actors, reduction="exact"
             )
             return state.replace(actors=actors), rollouts
 
         if not self.num_prefills:
-            return self.assemble(shared, actors)
-        bare = TrainState(shared=shared, actors=actors)
-        state = self.assemble(shared, actors, jax.eval_shape(run, bare)[1])
+            return self.assemble(learner, actors)
+        bare = TrainState(learner=learner, actors=actors)
+        state = self.assemble(learner, actors, jax.eval_shape(run, bare)[1])
         return jax.lax.fori_loop(
-            0, self.num_prefills, lambda _, state: self.absorb(*run(state)), state
+            0, self.num_prefills, lambda _, state: self.prefill(*run(state)), state
         )
 
-    def assemble(self, shared: Shared, actors: Actor, rollouts: Any = None) -> TrainState:
+    def assemble(
+        self, learner: LearnerState, actors: ActorState, rollouts: Any = None
+    ) -> TrainState:
         """The state from its parts.
 
         Args:
-          shared: from `init_shared`.
+          learner: from `init_learner`.
           actors: leaves [A, ...].
           rollouts: shapes of a rollout of every actor, for algorithms that store them.
         """
-        return TrainState(shared=shared, actors=actors)
+        return TrainState(learner=learner, actors=actors)
 
-    def absorb(self, state: TrainState, rollouts: Rollout) -> TrainState:
+    def store(self, state: TrainState, rollouts: Rollout) -> TrainState:
         """Store a rollout of every actor without learning from it: what fills a ring at first."""
         return state
 
+    def prefill(self, state: TrainState, rollouts: Rollout) -> TrainState:
+        """`store` one of the rollouts that fill the storage at first, and count its steps."""
+        state = self.store(state, rollouts)
+        steps = count_add(state.learner.num_env_steps, self.steps_per_iteration)
+        return state.replace(learner=state.learner.replace(num_env_steps=steps))
+
     def state_specs(self, axis_name: str) -> Any:
-        """Where a state lives on a mesh: `shared` on every device, actors spread."""
-        shared: Any = PartitionSpec()
-        actors: Any = PartitionSpec(axis_name)
-        return TrainState(shared=shared, actors=actors)
+        """Where a state lives on a mesh: `learner` on every device, actors spread."""
+        everywhere: Any = PartitionSpec()
+        spread: Any = PartitionSpec(axis_name)
+        return TrainState(learner=everywhere, actors=spread)
 
     def actor_keys(self, actors_key: jax.Array) -> jax.Array:
         """[A] keys, one for each actor."""
         return jax.vmap(lambda a: jax.random.fold_in(actors_key, a))(jnp.arange(self.num_actors))
 
-    def init_shared(self, key: jax.Array) -> Shared:
+    def init_learner(self, key: jax.Array) -> LearnerState:
         """Params, optimiser and counters."""
         obs = jax.tree.map(jnp.asarray, spaces.zeros(self.env.observation_space, (1,)))
         # Under vmap one member after the other: batched QR decompositions (orthogonal kernels) that
         # run side by side can wait for each other forever on a CPU with few threads.
         init = jax.custom_batching.sequential_vmap(self.policy.init)
-        params, moments, scaler = init(key, obs), None, None
+        params, statistics, scaler = init(key, obs), None, None
         if self.normalize_observations:
-            params, moments = params.policy, params.moments
+            params, statistics = params.policy, params.statistics
         if self.normalize_rewards:
             scaler = jax.tree.map(jnp.asarray, RewardScaler.create(self.discount))
-        return Shared(
+        return LearnerState(
             params=params,
             opt_state=self.init_optimizer(params),
-            moments=moments,
+            obs_statistics=statistics,
             reward_scaler=scaler,
             iteration=jnp.zeros((), jnp.int32),
             version=jnp.zeros((), jnp.int32),
-            num_episodes=jnp.zeros((), jnp.int32),
+            num_episodes=count_zero(),
+            num_env_steps=count_zero(),
+            extras=self.init_extras(params),
         )
 
-    def init_actor(self, key: jax.Array) -> Actor:
+    def init_actor(self, key: jax.Array) -> ActorState:
         """One actor with its environments reset."""
-        state = collectors.init_actor(self.env, self.policy, key, self.envs_per_actor)
-        return self.wrap_actor(state)
+        actor = collectors.init_actor(self.env, self.policy, key, self.envs_per_actor)
+        return self.prepare_actor(actor)
 
-    def wrap_actor(self, state: ActorState) -> Actor:
-        """What else an actor has beside its environments."""
-        sums = jnp.zeros(self.envs_per_actor, jnp.float32) if self.normalize_rewards else None
-        return Actor(state=state, reward_sums=sums)
+    def prepare_actor(self, actor: ActorState) -> ActorState:
+        """What a fresh actor has beside its environments; called after all were reset."""
+        if not self.normalize_rewards:
+            return actor
+        return actor.replace(reward_sums=jnp.zeros(self.envs_per_actor, jnp.float32))
+
+    def init_extras(self, params: PyTree) -> PyTree:
+        """`LearnerState.extras` at the start; called by `init_learner`. None: nothing."""
+        return None
 
     @abc.abstractmethod
     def init_optimizer(self, params: PyTree) -> PyTree:
         """The optimiser's state for these params."""
 
-    def run(self, shared: Shared, actor: Actor) -> tuple[Actor, Rollout]:
+    def run(self, learner: LearnerState, actor: ActorState) -> tuple[ActorState, Rollout]:
         """What one actor does: a rollout of T steps with the current params."""
-        state, rollout = collectors.collect(
+        return collectors.collect(
             self.env,
             self.policy,
-            self.acting_params(shared),
-            actor.state,
+            self.acting_params(learner),
+            actor,
             self.num_steps,
             **self.collect_options,
         )
-        return actor.replace(state=state), rollout
 
     @property
     def collect_options(self) -> dict[str, Any]:
         """Options of the collector, the same for device and host."""
-        return {"final_rows": self.final_rows}
+        return {"max_truncations": self.max_truncations}
 
     @abc.abstractmethod
     def update(
@@ -371,7 +380,7 @@ class DistributedAgent(Node):
         """
         check_reduction(reduction)
         actors, rollouts = map_actors(
-            lambda actor: self.run(state.shared, actor), state.actors, reduction=reduction
+            lambda actor: self.run(state.learner, actor), state.actors, reduction=reduction
         )
         return self.update(
             state.replace(actors=actors), rollouts, axis_name=axis_name, reduction=reduction
@@ -379,56 +388,75 @@ class DistributedAgent(Node):
 
     # Pieces that algorithms share.
 
-    def bind(self, params: PyTree, shared: Shared) -> PyTree:
-        """The policy's params: those that are trained, and the moments that normalise."""
-        if shared.moments is None:
+    def with_normalizer(self, params: PyTree, learner: LearnerState) -> PyTree:
+        """The policy's params: those that are trained, and the statistics that normalise."""
+        if learner.obs_statistics is None:
             return params
-        return NormalizedParams(params, shared.moments)
+        return NormalizedParams(params, learner.obs_statistics)
 
-    def acting_params(self, shared: Shared) -> PyTree:
+    def acting_params(self, learner: LearnerState) -> PyTree:
         """What the policy acts with now."""
-        return self.bind(shared.params, shared)
+        return self.with_normalizer(learner.params, learner)
 
-    def current_learning_rate(self, shared: Shared) -> Array:
+    def current_learning_rate(self, learner: LearnerState) -> Array:
         """Linear to 0 over `decay_steps` environment steps, those that `init` takes included."""
-        done = shared.iteration.astype(jnp.float32) * self.steps_per_iteration
-        done = done + self.prefilled_steps
+        done = count_float(learner.num_env_steps)
         return self.learning_rate * jnp.clip(1.0 - done / self.decay_steps, 0.0, 1.0)
 
-    def observe(
-        self, shared: Shared, actors: Actor, rollouts: Rollout, *, axis_name: Any, reduction: Any
-    ) -> tuple[Shared, Actor, Rollout]:
-        """Scaled rewards and updated moments; the moments used are those from before the rollout.
+    def advance_counters(
+        self, learner: LearnerState, num_updates: Array | int, num_episodes: Array
+    ) -> LearnerState:
+        """The learner's counters after one iteration; called at the end of `update`."""
+        return learner.replace(
+            iteration=learner.iteration + 1,
+            version=learner.version + num_updates,
+            num_episodes=count_add(learner.num_episodes, num_episodes),
+            num_env_steps=count_add(learner.num_env_steps, self.steps_per_iteration),
+        )
 
-        Moments are updated between rollouts and pooled over all actors in their order, so they do
-        not depend on the devices.
+    def update_normalizers(
+        self,
+        learner: LearnerState,
+        actors: ActorState,
+        rollouts: Rollout,
+        *,
+        axis_name: Any,
+        reduction: Any,
+    ) -> tuple[LearnerState, ActorState, Rollout]:
+        """Scaled rewards and updated statistics; scaled by those from before the rollout.
+
+        Statistics are updated between rollouts and pooled over all actors in their order, so they
+        do not depend on the devices.
         """
         transition = rollouts.transition
-        if shared.moments is not None:
-            params = self.acting_params(shared)
+        if learner.obs_statistics is not None:
+            params = self.acting_params(learner)
             stacked = map_actors(
-                lambda step: self.policy.batch_moments(params, step.obs, _valid_weights(step)),
+                lambda step: self.policy.batch_statistics(params, step.obs, _valid_weights(step)),
                 transition,
                 reduction=reduction,
             )
-            moments = shared.moments.merge_all(gather_actors(stacked, axis_name=axis_name))
-            shared = shared.replace(moments=moments)
-        if shared.reward_scaler is not None:
-            scaler = shared.reward_scaler
+            statistics = learner.obs_statistics.merge_all(
+                gather_actors(stacked, axis_name=axis_name)
+            )
+            learner = learner.replace(obs_statistics=statistics)
+        if learner.reward_scaler is not None:
+            scaler = learner.reward_scaler
 
-            def sums_of(before: Array, step: Any) -> tuple[Array, RunningMoments]:
+            def sums_of(before: Array, step: Any) -> tuple[Array, RunningStatistics]:
                 sums, after = discounted_sums(
                     step.reward, step.terminated, step.truncated, before, self.discount
                 )
-                return after, scaler.moments.batch_moments(sums, _valid_weights(step))
+                return after, scaler.statistics.batch_statistics(sums, _valid_weights(step))
 
             sums, stacked = map_actors(sums_of, actors.reward_sums, transition, reduction=reduction)
             scaled = transition.replace(reward=scaler.scale(transition.reward))
             rollouts = rollouts.replace(transition=scaled)
             stacked = gather_actors(stacked, axis_name=axis_name)
-            scaler = scaler.replace(moments=scaler.moments.merge_all(stacked))
-            shared, actors = shared.replace(reward_scaler=scaler), actors.replace(reward_sums=sums)
-        return shared, actors, rollouts
+            scaler = scaler.replace(statistics=scaler.statistics.merge_all(stacked))
+            learner = learner.replace(reward_scaler=scaler)
+            actors = actors.replace(reward_sums=sums)
+        return learner, actors, rollouts
 
     def episode_metrics(
         self, rollouts: Rollout, *, axis_name: Any, reduction: Any
@@ -524,7 +552,7 @@ class DistributedAgent(Node):
         """The trained policy taken out as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
 
         Args:
-          state: a TrainState; its params, and the moments that normalise, become part of it.
+          state: a TrainState; its params, and the statistics that normalise, become part of it.
           deterministic: the distribution's mode; False: a sample, drawn from `key`.
 
         Returns:
@@ -538,7 +566,7 @@ class DistributedAgent(Node):
           >>> act(jnp.zeros((2, 4))).shape
           (2,)
         """
-        params = self.acting_params(state.shared)
+        params = self.acting_params(state.learner)
         policy, recurrent = self.policy, self.is_recurrent
 
         @jax.jit

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxroll import losses, metrics as metrics_lib, networks, spaces
-from jaxroll.agents.base import Shared
+from jaxroll.agents.base import LearnerState
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
 from jaxroll.learners import map_actors, minibatch_updates
@@ -40,7 +40,7 @@ class DAAC(OnPolicyAgent):
       >>> import jaxroll
       >>> daac = jaxroll.DAAC.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
       >>> state, metrics = jax.jit(daac.train_step)(daac.init(jax.random.key(0)))
-      >>> sorted(state.shared.params)
+      >>> sorted(state.learner.params)
       ['actor', 'critic']
 
     Raileanu and Fergus, 2021, https://arxiv.org/abs/2102.10330
@@ -110,9 +110,9 @@ class DAAC(OnPolicyAgent):
             for name in ("actor", "critic")
         }
 
-    def value_optimizer(self, shared: Shared) -> optax.GradientTransformation:
+    def value_optimizer(self, learner: LearnerState) -> optax.GradientTransformation:
         """As the policy's, with its own step size, decaying alike."""
-        scale = self.current_learning_rate(shared) / self.learning_rate
+        scale = self.current_learning_rate(learner) / self.learning_rate
         return clipped_adam(
             self.value_learning_rate * scale, self.max_grad_norm, epsilon=self.adam_epsilon
         )
@@ -161,10 +161,10 @@ class DAAC(OnPolicyAgent):
         return total, weight, {"value_loss": Mean(total, weight)}
 
     def learn(
-        self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
+        self, learner: LearnerState, actors: Any, storages: Any, across: dict[str, Any]
     ) -> tuple[PyTree, PyTree, dict[str, Any], Any]:
         """The policy's epochs, then the value's."""
-        params, opt_state = shared.params, shared.opt_state
+        params, opt_state = learner.params, learner.opt_state
 
         def epochs(rows: Any, fold: int, num_epochs: int, loss: Any, optimizer: Any, name: str):
             plans = map_actors(
@@ -178,7 +178,9 @@ class DAAC(OnPolicyAgent):
                 reduction=across["reduction"],
             )
             return minibatch_updates(
-                lambda part, batch: loss(self.bind({**params, name: part}, shared), batch),
+                lambda part, batch: loss(
+                    self.with_normalizer({**params, name: part}, learner), batch
+                ),
                 optimizer,
                 params[name],
                 opt_state[name],
@@ -187,12 +189,12 @@ class DAAC(OnPolicyAgent):
                 **across,
             )
 
-        optimizer = self.optimizer(self.current_learning_rate(shared))
+        optimizer = self.optimizer(self.current_learning_rate(learner))
         policy_rows = storages.policy_rows()
         actor, actor_state, (metrics, report) = epochs(
             policy_rows, 0, self.num_epochs, self.loss, optimizer, "actor"
         )
-        value_rows, value_optimizer = storages.value_rows(), self.value_optimizer(shared)
+        value_rows, value_optimizer = storages.value_rows(), self.value_optimizer(learner)
 
         def train_value() -> tuple[PyTree, PyTree, dict[str, Any]]:
             critic, critic_state, (metrics, report) = epochs(
@@ -211,7 +213,7 @@ class DAAC(OnPolicyAgent):
 
         due = 1
         if self.value_freq > 1:  # the same on every device, so that all or none take part
-            due = (shared.iteration + 1) % self.value_freq == 0
+            due = (learner.iteration + 1) % self.value_freq == 0
             critic, critic_state, of_value = jax.lax.cond(due, train_value, leave_value)
         else:
             critic, critic_state, of_value = train_value()

@@ -20,17 +20,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import Actor, DistributedAgent, Shared, TrainState
+from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import Reduction, gradient, map_actors
 from jaxroll.metrics import Last, Mean, Sum
 from jaxroll.minibatches import divisors
 from jaxroll.optimizers import apply_gradient, clipped_rmsprop
-from jaxroll.storages import DistributedStorage, RingCounters, Unrolls
-from jaxroll.types import Array, PyTree, Rollout
+from jaxroll.storages import DistributedStorage, Unrolls
+from jaxroll.types import ActorState, Array, PyTree, Rollout
 
 
 class IMPALA(DistributedAgent):
@@ -43,7 +44,7 @@ class IMPALA(DistributedAgent):
       >>> impala = jaxroll.IMPALA.create("CartPole-v1", num_envs=8, num_steps=4, num_storages=16,
       ...                                batch_size=4)
       >>> state, metrics = jax.jit(impala.train_step)(impala.init(jax.random.key(0)))
-      >>> int(state.shared.version)
+      >>> int(state.learner.version)
       2
 
     Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
@@ -57,7 +58,7 @@ class IMPALA(DistributedAgent):
         32, "ring slots in total; more than num_envs: actors run ahead", ">= 1"
     )
     batch_size: int = static(8, "unrolls of one update", ">= 1")
-    final_rows: int = static(
+    max_truncations: int = static(
         1, "truncated steps per unroll whose final observation the learner values", ">= 0"
     )
     learning_rate: Array = leaf(2e-3, "step size of the optimiser", "> 0")
@@ -113,16 +114,18 @@ class IMPALA(DistributedAgent):
     @property
     def collect_options(self) -> dict[str, Any]:
         """The learner values final observations itself."""
-        return {"final_rows": self.final_rows, "bootstrap": False}
+        return {"max_truncations": self.max_truncations, "bootstrap": False}
 
     # The ring.
 
-    def assemble(self, shared: Shared, actors: Actor, rollouts: Any = None) -> TrainState:
+    def assemble(
+        self, learner: LearnerState, actors: ActorState, rollouts: Any = None
+    ) -> TrainState:
         """Give every actor an empty ring."""
         if rollouts is None:
-            rollouts = jax.eval_shape(lambda: jax.vmap(lambda a: self.run(shared, a))(actors)[1])
+            rollouts = jax.eval_shape(lambda: jax.vmap(lambda a: self.run(learner, a))(actors)[1])
 
-        def slots(_: Any) -> Unrolls:
+        def storage(_: Any) -> DistributedStorage:
             step = jax.tree.map(lambda x: jnp.zeros(x.shape[2:], x.dtype), rollouts.transition)
             carry = jax.tree.map(lambda x: jnp.zeros(x.shape[2:], x.dtype), rollouts.initial_carry)
             return DistributedStorage.create(
@@ -131,46 +134,48 @@ class IMPALA(DistributedAgent):
                 num_storages=self.num_storages // self.num_actors,
                 batch_size=self.batch_size // self.num_actors,
                 initial_carry=carry,
-                final_rows=self.final_rows,
-            ).slots
+                max_truncations=self.max_truncations,
+            )
 
-        actors = actors.replace(slots=jax.vmap(slots)(jnp.arange(self.num_actors)))
-        ring = jax.tree.map(jnp.asarray, RingCounters.create())
-        return TrainState(shared=shared.replace(ring=ring), actors=actors)
+        slots = jax.vmap(lambda a: storage(a).slots)(jnp.arange(self.num_actors))
+        ring = jax.tree.map(jnp.asarray, storage(0)).replace(slots=slots)
+        return TrainState(learner=learner, actors=actors, storage=ring)
 
-    def _ring(self, slots: Unrolls, counters: RingCounters) -> DistributedStorage:
-        # Counters come from outside the actors' axis: a batched position would be a scatter.
-        return DistributedStorage(
-            slots=slots,
-            counters_=counters,
+    def state_specs(self, axis_name: str) -> Any:
+        """As for every agent; the ring's slots are spread, its counters are on every device."""
+        everywhere: Any = PartitionSpec()
+        spread: Any = PartitionSpec(axis_name)
+        ring = DistributedStorage(
+            slots=spread,
+            counters_=everywhere,
             num_envs=self.envs_per_actor,
             batch_size=self.batch_size // self.num_actors,
         )
+        return super().state_specs(axis_name).replace(storage=ring)
 
-    def absorb(
+    def store(
         self, state: TrainState, rollouts: Rollout, *, reduction: Reduction = "exact"
     ) -> TrainState:
         """Write one rollout of every actor into its ring."""
-        shared = state.shared
+        ring = state.storage
 
-        def add(slots: Unrolls, rollout: Rollout) -> tuple[Unrolls, RingCounters]:
+        def add(slots: Unrolls, rollout: Rollout) -> tuple[Unrolls, Any]:
             assert rollout.final is not None
-            ring = self._ring(slots, shared.ring).add(
+            # Counters have no actor axis: a batched position would turn a slice into a scatter.
+            after = ring.replace(slots=slots).add(
                 rollout.transition,
                 rollout.last_obs,
                 jax.tree.map(lambda x: x[0], rollout.initial_carry),
-                shared.version,
+                state.learner.version,
                 last_is_first=rollout.last_is_first,
                 final_obs=rollout.final.obs,
                 final_step=rollout.final.step,
             )
-            return ring.slots, ring.counters_
+            return after.slots, after.counters_
 
-        slots, counters = map_actors(add, state.actors.slots, rollouts, reduction=reduction)
+        slots, counters = map_actors(add, ring.slots, rollouts, reduction=reduction)
         counters = jax.tree.map(lambda x: x[0], counters)  # all actors' rings move in step
-        return state.replace(
-            shared=shared.replace(ring=counters), actors=state.actors.replace(slots=slots)
-        )
+        return state.replace(storage=ring.replace(slots=slots, counters_=counters))
 
     # The learner.
 
@@ -278,46 +283,46 @@ class IMPALA(DistributedAgent):
     ) -> tuple[TrainState, dict[str, Any]]:
         """Store the rollouts, then U updates from the oldest unrolls."""
         across = {"axis_name": axis_name, "reduction": reduction}
-        before = state.shared
-        shared, actors, rollouts = self.observe(before, state.actors, rollouts, **across)
-        state = self.absorb(TrainState(shared=shared, actors=actors), rollouts, reduction=reduction)
-        slots, shared = state.actors.slots, state.shared
-        optimizer = self.optimizer(self.current_learning_rate(shared))
+        before, dropped = state.learner, state.storage.dropped
+        learner, actors, rollouts = self.update_normalizers(
+            before, state.actors, rollouts, **across
+        )
+        state = self.store(state.replace(actors=actors), rollouts, reduction=reduction)
+        ring = state.storage
+        optimizer = self.optimizer(self.current_learning_rate(learner))
 
         def one(carry: Any, _: Any) -> tuple[Any, Any]:
             params, opt_state, counters, version = carry
-            batches = jax.vmap(lambda s: self._ring(s, counters).sample())(slots)
+            batches = jax.vmap(
+                lambda slots: ring.replace(slots=slots, counters_=counters).sample()
+            )(ring.slots)
             lag = version - batches.version[0]
-            # Moments as they were when the newest rollout was collected.
+            # Statistics as they were when the newest rollout was collected.
             grads, metrics = gradient(
-                lambda params, batch: self.loss(self.bind(params, before), batch),
+                lambda params, batch: self.loss(self.with_normalizer(params, before), batch),
                 params,
                 batches,
                 mean=False,
                 **across,
             )
             params, opt_state, report = apply_gradient(optimizer, params, opt_state, grads)
-            first = jax.tree.map(lambda x: x[0], slots)
-            counters = self._ring(first, counters).update().counters_
+            first = jax.tree.map(lambda x: x[0], ring.slots)
+            counters = ring.replace(slots=first, counters_=counters).update().counters_
             metrics["policy_lag"] = Mean.of(lag.astype(jnp.float32))
             metrics["grad_norm"] = Mean.of(report["grad_norm"])
             metrics["nonfinite"] = Sum(report["nonfinite"])
             return (params, opt_state, counters, version + 1), metrics
 
-        carry = (shared.params, shared.opt_state, shared.ring, shared.version)
-        (params, opt_state, counters, version), metrics = jax.lax.scan(
+        carry = (learner.params, learner.opt_state, ring.counters_, learner.version)
+        (params, opt_state, counters, _), metrics = jax.lax.scan(
             one, carry, length=self.updates_per_iteration
         )
         metrics = jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), metrics)
         metrics |= self.episode_metrics(rollouts, **across)
-        metrics["storage_dropped"] = Sum(counters.dropped - before.ring.dropped)
+        metrics["storage_dropped"] = Sum(counters.dropped - dropped)
         metrics["learning_rate"] = Last.of(self.current_learning_rate(before))
-        shared = shared.replace(
-            params=params,
-            opt_state=opt_state,
-            ring=counters,
-            iteration=shared.iteration + 1,
-            version=version,
-            num_episodes=shared.num_episodes + metrics["episodes"].total,
+        learner = learner.replace(params=params, opt_state=opt_state)
+        learner = self.advance_counters(
+            learner, self.updates_per_iteration, metrics["episodes"].total
         )
-        return state.replace(shared=shared), metrics
+        return state.replace(learner=learner, storage=ring.replace(counters_=counters)), metrics

@@ -14,7 +14,7 @@ import optax
 from flax import struct
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, Shared, TrainState
+from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.learners import (
@@ -137,7 +137,7 @@ class OnPolicyAgent(DistributedAgent):
     @property
     def collect_options(self) -> dict[str, Any]:
         """Options of the collector."""
-        return {"final_rows": self.final_rows, "sequence_length": self.sequence_length}
+        return {"max_truncations": self.max_truncations, "sequence_length": self.sequence_length}
 
     # The learner.
 
@@ -184,8 +184,8 @@ class OnPolicyAgent(DistributedAgent):
 
     def plan_key(self, actor: Any) -> jax.Array:
         """The key of an actor's minibatch plans for the rollout that it has just collected."""
-        state = actor.state
-        return jax.random.fold_in(jax.random.fold_in(state.key, state.num_rollouts - 1), PLAN_FOLD)
+        rollout_key = jax.random.fold_in(actor.key, actor.num_rollouts - 1)
+        return jax.random.fold_in(rollout_key, PLAN_FOLD)
 
     def update(
         self,
@@ -197,8 +197,10 @@ class OnPolicyAgent(DistributedAgent):
     ) -> tuple[TrainState, dict[str, Any]]:
         """Epochs of minibatches over one rollout of each actor."""
         across = {"axis_name": axis_name, "reduction": reduction}
-        before = state.shared
-        shared, actors, rollouts = self.observe(before, state.actors, rollouts, **across)
+        before = state.learner
+        learner, actors, rollouts = self.update_normalizers(
+            before, state.actors, rollouts, **across
+        )
         storages = map_actors(self.fill, rollouts, reduction=reduction)
         params, opt_state, metrics, num_updates = self.learn(before, actors, storages, across)
         metrics |= self.episode_metrics(rollouts, **across)
@@ -210,17 +212,12 @@ class OnPolicyAgent(DistributedAgent):
             sum_actors(map_actors(_explained_variance, storages, reduction=reduction), **across)
         )
         metrics["learning_rate"] = Last.of(self.current_learning_rate(before))
-        shared = shared.replace(
-            params=params,
-            opt_state=opt_state,
-            iteration=shared.iteration + 1,
-            version=shared.version + num_updates,
-            num_episodes=shared.num_episodes + metrics["episodes"].total,
-        )
-        return TrainState(shared=shared, actors=actors), metrics
+        learner = learner.replace(params=params, opt_state=opt_state)
+        learner = self.advance_counters(learner, num_updates, metrics["episodes"].total)
+        return TrainState(learner=learner, actors=actors), metrics
 
     def learn(
-        self, shared: Shared, actors: Any, storages: Any, across: dict[str, Any]
+        self, learner: LearnerState, actors: Any, storages: Any, across: dict[str, Any]
     ) -> tuple[PyTree, PyTree, dict[str, Any], Any]:
         """(params, opt_state, metrics, optimiser steps) after all epochs."""
         plans = map_actors(
@@ -234,14 +231,14 @@ class OnPolicyAgent(DistributedAgent):
             reduction=across["reduction"],
         )
         split_rows = plans.sequence_length is None and getattr(self.loss, "adds_over_rows", False)
-        learner, prepare = self, None
+        trained, prepare = self, None
         if split_rows:  # a normalisation needs all rows, so it comes before they are split
-            learner, prepare = self.replace(normalize_advantage=None), self._with_advantages
+            trained, prepare = self.replace(normalize_advantage=None), self._with_advantages
         params, opt_state, (metrics, report) = minibatch_updates(
-            lambda params, batch: learner.loss(self.bind(params, shared), batch),
-            self.optimizer(self.current_learning_rate(shared)),
-            shared.params,
-            shared.opt_state,
+            lambda params, batch: trained.loss(self.with_normalizer(params, learner), batch),
+            self.optimizer(self.current_learning_rate(learner)),
+            learner.params,
+            learner.opt_state,
             storages,
             plans,
             prepare=prepare,

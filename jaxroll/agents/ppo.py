@@ -31,7 +31,7 @@ class PPO(OnPolicyAgent):
       >>> import jax, jaxroll
       >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
       >>> state, metrics = jax.jit(ppo.train_step)(ppo.init(jax.random.key(0)))
-      >>> int(state.shared.iteration)
+      >>> int(state.learner.iteration)
       1
 
     Schulman et al., 2017, https://arxiv.org/abs/1707.06347

@@ -114,7 +114,7 @@ def collect(
     num_steps: int,
     *,
     sequence_length: int | None = None,
-    final_rows: int = 2,
+    max_truncations: int = 2,
     bootstrap: bool = True,
     deterministic: bool = False,
 ) -> tuple[ActorState, Rollout]:
@@ -129,7 +129,7 @@ def collect(
       num_steps: T.
       sequence_length: L, for learners that train on sequences: the carry before steps
         0, L, 2L, … is kept. It must divide T; None: T.
-      final_rows: S, how many truncated steps of one environment find room for their final
+      max_truncations: S, how many truncated steps of one environment find room for their final
         observation.
       bootstrap: whether to value the final observations. If False the learner does so itself
         (from `Rollout.final`) and `bootstrap_value` is V(obs) at truncated steps.
@@ -151,7 +151,7 @@ def collect(
       >>> rollout.transition.obs.shape, rollout.last_value.shape
       ((16, 8, 4), (8,))
     """
-    length = _checked_length(num_steps, sequence_length, final_rows)
+    length = _checked_length(num_steps, sequence_length, max_truncations)
     num_envs = actor.is_first.shape[0]
     rollout_key = jax.random.fold_in(unrolled(actor.key), actor.num_rollouts)
     env_key, policy_key = jax.random.split(rollout_key)
@@ -183,7 +183,7 @@ def collect(
             transition = transition.replace(log_prob=distribution.log_prob(action))
             distribution = None
         # Row S does not exist: what is not cut goes there and is dropped, as is the overflow.
-        row = jnp.where(cut, state.num_cut, final_rows)
+        row = jnp.where(cut, state.num_cut, max_truncations)
         state = _Running(
             env=keep_types(env_state, state.env, "the environment's state"),
             obs=keep_types(timestep.obs, state.obs, "the observation"),
@@ -200,8 +200,8 @@ def collect(
         obs=actor.obs,
         carry=actor.carry,
         is_first=actor.is_first,
-        final_obs=_empty(actor.obs, final_rows),
-        final_carry=_empty(actor.carry, final_rows),
+        final_obs=_empty(actor.obs, max_truncations),
+        final_carry=_empty(actor.carry, max_truncations),
         num_cut=jnp.zeros_like(actor.statistics.episode_length),
     )
     state, (transition, distribution), initial_carry = _scan(
@@ -220,8 +220,8 @@ def collect(
     final = FinalRows(
         obs=state.final_obs,
         carry=state.final_carry,
-        step=_cut_steps(transition, final_rows),
-        overflow=jnp.sum(jnp.maximum(state.num_cut - final_rows, 0)),
+        step=_cut_steps(transition, max_truncations),
+        overflow=jnp.sum(jnp.maximum(state.num_cut - max_truncations, 0)),
     )
     actor = actor.replace(
         env=state.env,
@@ -246,11 +246,11 @@ def collect(
     return actor, rollout
 
 
-def _checked_length(num_steps: int, sequence_length: int | None, final_rows: int) -> int:
+def _checked_length(num_steps: int, sequence_length: int | None, max_truncations: int) -> int:
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    if final_rows < 0:
-        raise ValueError(f"final_rows must be 0 or more, got {final_rows}.")
+    if max_truncations < 0:
+        raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
     length = num_steps if sequence_length is None else sequence_length
     if length < 1 or num_steps % length:
         near = min(divisors(num_steps), key=lambda n: abs(n - length))

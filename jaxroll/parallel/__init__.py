@@ -6,9 +6,9 @@ from jaxroll.parallel.multihost import (
     PeerLostError,
     initialize,
     is_peer_lost,
-    largest,
     local,
     peer_guard,
+    process_max,
 )
 from jaxroll.parallel.spmd import on_mesh
 
@@ -19,11 +19,11 @@ __all__ = [
     "check_mesh",
     "initialize",
     "is_peer_lost",
-    "largest",
     "local",
     "make_mesh",
     "on_mesh",
     "peer_guard",
     "place",
+    "process_max",
     "shardings",
 ]

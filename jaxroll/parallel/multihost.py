@@ -64,7 +64,7 @@ def initialize(
     )
 
 
-def largest(number: int) -> int:
+def process_max(number: int) -> int:
     """The largest of the processes' numbers: what all of them learn, to do the same at one step."""
     if jax.process_count() == 1:
         return number

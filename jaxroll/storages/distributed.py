@@ -79,7 +79,7 @@ class DistributedStorage(Storage):
         num_storages: int = 80,
         batch_size: int = 32,
         initial_carry: PyTree = None,
-        final_rows: int = 1,
+        max_truncations: int = 1,
     ) -> Self:
         """Allocate K slots.
 
@@ -89,7 +89,7 @@ class DistributedStorage(Storage):
           num_storages: K, a multiple of B and of batch_size.
           batch_size: unrolls that `sample` reads.
           initial_carry: the policy's recurrent state, leaves [B, ...], or None.
-          final_rows: S, final observations of truncated steps kept for each slot; more are
+          max_truncations: S, final observations of truncated steps kept for each slot; more are
             counted, and the learner then falls back on the actor's value.
         """
         if not isinstance(example, Transition) or not np.ndim(example.terminated):
@@ -105,10 +105,10 @@ class DistributedStorage(Storage):
                     f"Use num_storages={-(-num_storages // max(number, 1)) * max(number, 1)}, or a "
                     f"{name} out of {minibatches.divisors(num_storages)}."
                 )
-        if num_steps < 1 or final_rows < 0:
+        if num_steps < 1 or max_truncations < 0:
             raise ValueError(
-                f"num_steps must be at least 1 and final_rows at least 0, got {num_steps} and "
-                f"{final_rows}."
+                f"num_steps must be at least 1 and max_truncations at least 0, got {num_steps} and "
+                f"{max_truncations}."
             )
         slot = jax.tree.map(lambda x: x[0], allocate((example, initial_carry), None))
         example, carry = allocate(slot, num_storages)
@@ -117,8 +117,8 @@ class DistributedStorage(Storage):
             last_obs=allocate(example.obs, None),
             last_is_first=jnp.zeros(num_storages, bool),
             initial_carry=carry,
-            final_obs=allocate(example.obs, final_rows),
-            final_step=jnp.full((final_rows, num_storages), num_steps, jnp.int32),
+            final_obs=allocate(example.obs, max_truncations),
+            final_step=jnp.full((max_truncations, num_storages), num_steps, jnp.int32),
             version=jnp.zeros(num_storages, jnp.int32),
             weights=jnp.ones(num_storages, jnp.float32),
         )

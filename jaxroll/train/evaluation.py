@@ -60,7 +60,7 @@ def evaluate_with_key(
     did not end is NaN, and the means are without it.
     """
     env = agent.env if env is None else env
-    params = parallel.local(agent.acting_params(state.shared))
+    params = parallel.local(agent.acting_params(state.learner))
     options = {"num_episodes": num_episodes, "deterministic": deterministic}
     if isinstance(env, HostEnv | HostEnvSpec):
         result = _evaluate_on_host(env, agent.policy, params, key, **options)

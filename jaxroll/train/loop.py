@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
+from jaxroll.counts import count_value
 from jaxroll.learners import check_reduction
 from jaxroll.reporting import History, Progress, make_loggers
 from jaxroll.train.evaluation import evaluation_columns
@@ -297,7 +298,7 @@ def _agreed(stop: str | None, is_due: bool) -> tuple[str | None, bool]:
 
     Clocks and callbacks differ between processes; what they do at a step must not.
     """
-    number = parallel.largest(2 * STOPS.index(stop) + is_due)
+    number = parallel.process_max(2 * STOPS.index(stop) + is_due)
     return STOPS[number // 2], bool(number % 2)
 
 
@@ -349,7 +350,7 @@ def _begin(
         return program.start(state), _iteration(state), 0.0, cut
     fresh = program.init(now["seed"])
     if policy and source is None:
-        fresh = program.place(fresh.replace(shared=fresh.shared.replace(**policy)))
+        fresh = program.place(fresh.replace(learner=fresh.learner.replace(**policy)))
     carry = program.start(fresh)
     if source is None:
         return carry, _iteration(fresh), 0.0, 0
@@ -367,7 +368,7 @@ def _steps_in(directory: Any) -> Path:
 
 def _iteration(state: Any) -> int:
     """Iterations done; members of a sweep are always at the same one."""
-    return int(np.asarray(state.shared.iteration).flat[0])
+    return int(np.asarray(state.learner.iteration).flat[0])
 
 
 def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpointer | None) -> None:
@@ -376,7 +377,7 @@ def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpoin
     if nonfinite == "stop" and counts.any():
         names = [
             jax.tree_util.keystr(path, simple=True, separator="/")
-            for path, _ in jax.tree.leaves_with_path(carry["state"].shared.params)
+            for path, _ in jax.tree.leaves_with_path(carry["state"].learner.params)
         ]
         bad = [name for name, count in zip(names, counts) if count]
         shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
@@ -399,7 +400,7 @@ def _row(carry: Any, agent: Any, step: int, seconds: float) -> dict[str, Any]:
     numbers.pop("episodes", None)
     return {
         "step": step,
-        "episode": np.asarray(carry["state"].shared.num_episodes).tolist(),
+        "episode": count_value(carry["state"].learner.num_episodes),
         **numbers,
         "total_time": seconds,
     }

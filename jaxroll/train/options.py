@@ -70,9 +70,9 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
     if state is not None and options["init_model_path"] is not None:
         raise ValueError(
             "give either state, which holds a policy, or init_model_path, not both. To put another "
-            "policy into a state: state.replace(shared=state.shared.replace(params=…))."
+            "policy into a state: state.replace(learner=state.learner.replace(params=…))."
         )
-    if state is not None and not (hasattr(state, "shared") and hasattr(state, "actors")):
+    if state is not None and not (hasattr(state, "learner") and hasattr(state, "actors")):
         raise TypeError(
             f"state must be a TrainState, as agent.init, train and load give it; got a "
             f"{type(state).__name__}. For params alone use init_model_path."

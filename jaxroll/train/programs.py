@@ -50,8 +50,8 @@ def _host_update(agent: Any, carry: Carry, rollouts: Any) -> Carry:
 
 
 @jax.jit
-def _host_absorb(agent: Any, state: PyTree, rollouts: Any) -> PyTree:
-    return agent.absorb(state, rollouts)
+def _host_prefill(agent: Any, state: PyTree, rollouts: Any) -> PyTree:
+    return agent.prefill(state, rollouts)
 
 
 @jax.jit
@@ -60,8 +60,8 @@ def _init(agent: Any, key: jax.Array) -> PyTree:
 
 
 @jax.jit
-def _init_shared(agent: Any, key: jax.Array) -> PyTree:
-    return agent.init_shared(key)
+def _init_learner(agent: Any, key: jax.Array) -> PyTree:
+    return agent.init_learner(key)
 
 
 def carry_specs(agent: Any) -> Any:
@@ -112,7 +112,7 @@ def _check_memory(agent: Any, state: Any) -> None:
     """Raise if state and rollout are larger than the machine's memory, which ends in a kill."""
     if jax.default_backend() != "cpu":
         return
-    actors = state.actors.state
+    actors = state.actors
     num_steps = agent.steps_per_iteration // math.prod(actors.is_first.shape[-2:])
     # A row has some eight numbers beside its observation.
     size = _num_bytes(state) + num_steps * _num_bytes((actors.obs, [actors.is_first] * 32))
@@ -166,7 +166,7 @@ def host_rollout_shapes(agent: Any, *, has_valid: bool) -> Any:
         valid = rollout.transition.terminated if has_valid else None
         return rollout.replace(transition=rollout.transition.replace(valid=valid))
 
-    params = jax.eval_shape(lambda k: agent.acting_params(agent.init_shared(k)), _key())
+    params = jax.eval_shape(lambda k: agent.acting_params(agent.init_learner(k)), _key())
     one = jax.eval_shape(collect, _key(), params)
     count = agent.num_actors
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), one)
@@ -248,14 +248,14 @@ class HostProgram:
         params_key, actors_key = jax.random.split(jax.random.key(seed))
         keys = self.agent.actor_keys(actors_key)
         actors = [
-            self.agent.wrap_actor(collector.init(keys[a]))
+            self.agent.prepare_actor(collector.init(keys[a]))
             for a, collector in enumerate(self.collectors)
         ]
-        shared = _init_shared(self.agent, params_key)
-        state = self.agent.assemble(shared, _stack(actors), self._rollout_shapes)
+        learner = _init_learner(self.agent, params_key)
+        state = self.agent.assemble(learner, _stack(actors), self._rollout_shapes)
         for _ in range(self.agent.num_prefills):
             state, rollouts = self._collect(state)
-            state = _host_absorb(self.agent, state, rollouts)
+            state = _host_prefill(self.agent, state, rollouts)
         return state
 
     def place(self, state: PyTree) -> PyTree:
@@ -276,15 +276,14 @@ class HostProgram:
         return host_rollout_shapes(self.agent, has_valid=has_valid)
 
     def _collect(self, state: PyTree) -> tuple[PyTree, Any]:
-        params = self.agent.acting_params(state.shared)
+        params = self.agent.acting_params(state.learner)
         states, rollouts = [], []
         for a, collector in enumerate(self.collectors):
-            actor = jax.tree.map(lambda x, a=a: x[a], state.actors.state)
+            actor = jax.tree.map(lambda x, a=a: x[a], state.actors)
             after, rollout = collector.collect(params, actor, self.agent.num_steps)
             states.append(after)
             rollouts.append(rollout)
-        actors = state.actors.replace(state=_stack(states))
-        return state.replace(actors=actors), _stack(rollouts)
+        return state.replace(actors=_stack(states)), _stack(rollouts)
 
     def advance(self, carry: Carry, count: int) -> Carry:
         """`count` iterations: every actor's environments in turn, then one update.
@@ -300,8 +299,8 @@ class HostProgram:
 
     def _rehearse(self, carry: Carry) -> None:
         collector, state = self.collectors[0], carry["state"]
-        actor = jax.tree.map(lambda x: x[0], state.actors.state)
-        params = self.agent.acting_params(state.shared)
+        actor = jax.tree.map(lambda x: x[0], state.actors)
+        params = self.agent.acting_params(state.learner)
         rollout = collector.rehearse(params, actor, self.agent.num_steps)
         rollouts = _stack([rollout] * len(self.collectors))
         jax.block_until_ready(_host_update(self.agent, jax.tree.map(jnp.copy, carry), rollouts))
@@ -312,14 +311,14 @@ class HostProgram:
         Host environments cannot be restored: they are seeded from the actor's key. What a rollout
         before them ended in was bootstrapped, so their episodes are truncated, not terminated.
         """
-        cut = np.count_nonzero(state.actors.state.statistics.episode_length)
+        cut = np.count_nonzero(state.actors.statistics.episode_length)
         states = [
-            collector.restart(jax.tree.map(lambda x, a=a: x[a], state.actors.state))
+            self.agent.prepare_actor(
+                collector.restart(jax.tree.map(lambda x, a=a: x[a], state.actors))
+            )
             for a, collector in enumerate(self.collectors)
         ]
-        sums = jax.tree.map(jnp.zeros_like, state.actors.reward_sums)  # of those episodes
-        actors = state.actors.replace(state=_stack(states), reward_sums=sums)
-        return state.replace(actors=actors), int(cut)
+        return state.replace(actors=_stack(states)), int(cut)
 
     def close(self) -> None:
         """Close every environment."""

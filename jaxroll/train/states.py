@@ -64,17 +64,17 @@ def _checkpoints_in(path: str | Path) -> Path:
 
 
 def policy_of(agent: Any, path: str | Path) -> dict[str, Any]:
-    """`params` and `moments` in a run or a saved state; read before anything is compiled."""
+    """`params` and `obs_statistics` in a run or a saved state; read before anything is compiled."""
     if not Path(path).exists():
         raise FileNotFoundError(
             f"init_model_path = {path} does not exist. Give a run's directory, or what save wrote."
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    init = agent.init_shared if agent.is_host else lambda key: agent.init(key).shared
+    init = agent.init_learner if agent.is_host else lambda key: agent.init(key).learner
     like = jax.eval_shape(init, key)
     source = _checkpoints_in(path)
-    params, saved = load_pytree(source, like.params, subtree="state/shared/params")
-    normalizes = like.moments is not None
+    params, saved = load_pytree(source, like.params, subtree="state/learner/params")
+    normalizes = like.obs_statistics is not None
     was = saved.get("hyperparameters", {}).get("normalize_observations", normalizes)
     if was != normalizes:
         raise ValueError(
@@ -84,5 +84,5 @@ def policy_of(agent: Any, path: str | Path) -> dict[str, Any]:
         )
     if not normalizes:
         return {"params": params}
-    moments, _ = load_pytree(source, like.moments, subtree="state/shared/moments")
-    return {"params": params, "moments": moments}
+    statistics, _ = load_pytree(source, like.obs_statistics, subtree="state/learner/obs_statistics")
+    return {"params": params, "obs_statistics": statistics}

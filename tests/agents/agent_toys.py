@@ -162,7 +162,7 @@ def init(agent, key):
 @jax.jit
 def run_actors(agent, state):
     """(state, rollouts [A, ...]) after every actor ran."""
-    actors, rollouts = jax.vmap(agent.run, in_axes=(None, 0))(state.shared, state.actors)
+    actors, rollouts = jax.vmap(agent.run, in_axes=(None, 0))(state.learner, state.actors)
     return state.replace(actors=actors), rollouts
 
 

@@ -78,7 +78,7 @@ def learn(task: Task, seeds: int) -> np.ndarray:
             return agent.train_step(state)[0], None
 
         state, _ = jax.lax.scan(step, agent.init(jax.random.key(seed)), length=iterations)
-        return agent.acting_params(state.shared)
+        return agent.acting_params(state.learner)
 
     params = jax.jit(jax.vmap(solo))(jnp.arange(seeds))
     return np.asarray(jax.jit(jax.vmap(play))(params))

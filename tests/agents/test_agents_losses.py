@@ -95,11 +95,11 @@ def test_ppo_update_equals_one_written_by_hand(mode):
         value = 0.5 * jnp.square(output.value - flat(returns))
         return jnp.mean(policy + 0.5 * value - 0.01 * entropy)
 
-    params, norm = stepped(agent, loss, state.shared.params, float(agent.learning_rate))
-    close(after.shared.params, params)
+    params, norm = stepped(agent, loss, state.learner.params, float(agent.learning_rate))
+    close(after.learner.params, params)
     np.testing.assert_allclose(metrics["grad_norm"].result(), norm, rtol=1e-4)
     assert norm > 0.1  # so the clip was at work
-    np.testing.assert_allclose(metrics["loss"].result(), loss(state.shared.params), **CLOSE)
+    np.testing.assert_allclose(metrics["loss"].result(), loss(state.learner.params), **CLOSE)
 
 
 def test_ppo_clips_ratio_and_value_of_params_that_moved():
@@ -110,7 +110,7 @@ def test_ppo_clips_ratio_and_value_of_params_that_moved():
         jax.tree.map(lambda x: x[0], storage.plan(None, num_mini_batch=1, shuffle=False))
     )
     moved = jax.tree.map(
-        lambda x: x + 0.5 * jax.random.normal(jax.random.key(7), x.shape), state.shared.params
+        lambda x: x + 0.5 * jax.random.normal(jax.random.key(7), x.shape), state.learner.params
     )
     advantages, returns = numpy_gae(agent, rollouts)
 
@@ -147,8 +147,8 @@ def test_a2c_update_equals_one_written_by_hand():
         coefs = float(agent.value_coef), float(agent.entropy_coef)
         return jnp.mean(-log_prob * flat(advantages) + coefs[0] * value - coefs[1] * entropy)
 
-    params, norm = stepped(agent, loss, state.shared.params, float(agent.learning_rate))
-    close(after.shared.params, params)
+    params, norm = stepped(agent, loss, state.learner.params, float(agent.learning_rate))
+    close(after.learner.params, params)
     np.testing.assert_allclose(metrics["grad_norm"].result(), norm, rtol=1e-4)
 
 
@@ -157,7 +157,7 @@ def test_daac_updates_equal_ones_written_by_hand_and_keep_apart():
     state, rollouts = rollout_of(agent)
     after, _ = update(agent, state, rollouts)
     advantages, returns = numpy_gae(agent, rollouts)
-    params = state.shared.params
+    params = state.learner.params
 
     def policy_loss(actor):
         log_prob, entropy, output, step = policy_rows(agent, {**params, "actor": actor}, rollouts)
@@ -174,7 +174,7 @@ def test_daac_updates_equal_ones_written_by_hand_and_keep_apart():
 
     actor, _ = stepped(agent, policy_loss, params["actor"], float(agent.learning_rate))
     critic, _ = stepped(agent, value_loss, params["critic"], float(agent.value_learning_rate))
-    close(after.shared.params, {"actor": actor, "critic": critic})
+    close(after.learner.params, {"actor": actor, "critic": critic})
 
     storage = agent.fill(jax.tree.map(lambda x: x[0], rollouts))
     batch = storage.contents()
@@ -200,17 +200,17 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
             same = [
                 np.array_equal(a, b)
                 for a, b in zip(
-                    jax.tree.leaves(before.shared.params[part]),
-                    jax.tree.leaves(after.shared.params[part]),
+                    jax.tree.leaves(before.learner.params[part]),
+                    jax.tree.leaves(after.learner.params[part]),
                 )
             ]
             assert (not all(same)) == moves
-            counts = [s.shared.opt_state[part].count for s in (before, after)]
+            counts = [s.learner.opt_state[part].count for s in (before, after)]
             epochs = {"actor": agent.num_epochs, "critic": agent.value_epochs}[part]
             assert counts[1] - counts[0] == moves * epochs * agent.num_mini_batch
         policy_steps = agent.num_epochs * agent.num_mini_batch
         value_steps = (i % 2) * agent.value_epochs * agent.num_mini_batch
-        assert after.shared.version - before.shared.version == policy_steps + value_steps
+        assert after.learner.version - before.learner.version == policy_steps + value_steps
 
 
 def test_daac_does_not_compute_values_that_it_does_not_train():
@@ -221,9 +221,9 @@ def test_daac_does_not_compute_values_that_it_does_not_train():
     bad = rollouts.replace(transition=step.replace(value=step.value.at[0, 0, 0].set(jnp.inf)))
     counts = []
     for iteration in (0, 1):
-        shared = state.shared.replace(iteration=jnp.int32(iteration))
-        _, metrics = update(agent, state.replace(shared=shared), bad)
-        split = len(jax.tree.leaves(state.shared.params["actor"]))
+        shared = state.learner.replace(iteration=jnp.int32(iteration))
+        _, metrics = update(agent, state.replace(learner=shared), bad)
+        split = len(jax.tree.leaves(state.learner.params["actor"]))
         counts.append(int(metrics["nonfinite"].total[split:].sum()))
     assert counts[0] == 0
     assert counts[1] > 0
@@ -237,9 +237,9 @@ def test_daac_does_not_compute_values_that_it_does_not_train():
 
 def stored_batch(agent, state, rollouts):
     """What the learner of IMPALA samples after one rollout."""
-    stored = agent.absorb(state, rollouts)
-    slots = jax.tree.map(lambda x: x[0], stored.actors.slots)
-    return agent._ring(slots, stored.shared.ring).sample()
+    stored = agent.store(state, rollouts)
+    slots = jax.tree.map(lambda x: x[0], stored.storage.slots)
+    return stored.storage.replace(slots=slots).sample()
 
 
 def moved(params, size=0.3):
@@ -287,13 +287,19 @@ def numpy_vtrace(agent, batch, values, logits, following, last):
 @pytest.mark.parametrize("network", plain(["mlp", "lstm"], ["lstm"]))
 def test_impala_targets_of_changed_params_come_from_the_full_final_observations(network):
     agent = small(
-        "impala", DRIFT, network=network, num_steps=8, final_rows=8, batch_size=4, num_storages=4
+        "impala",
+        DRIFT,
+        network=network,
+        num_steps=8,
+        max_truncations=8,
+        batch_size=4,
+        num_storages=4,
     )
     state, rollouts = rollout_of(agent)
     batch = stored_batch(agent, state, rollouts)
     step = batch.transition
     assert step.truncated.any()
-    params = moved(state.shared.params)
+    params = moved(state.learner.params)
     output, last_values, bootstrap = jax.jit(agent.values)(params, batch)
 
     values, logits, following, last = unrolled(agent, params, batch)
@@ -323,7 +329,7 @@ def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
     agent = agent.replace(entropy_coef=0.3)
     state, rollouts = rollout_of(agent)
     batch = stored_batch(agent, state, rollouts)
-    step, params = batch.transition, moved(state.shared.params)
+    step, params = batch.transition, moved(state.learner.params)
     targets, advantages, rho = numpy_vtrace(agent, batch, *unrolled(agent, params, batch))
     assert (rho < 1).any()
 
@@ -347,9 +353,9 @@ def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
         ),
     )
     updates, _ = optimizer.update(grads, optimizer.init(params))
-    state = state.replace(shared=state.shared.replace(params=params))
+    state = state.replace(learner=state.learner.replace(params=params))
     after, metrics = update(agent, state, rollouts)
-    close(after.shared.params, optax.apply_updates(params, updates))
+    close(after.learner.params, optax.apply_updates(params, updates))
     assert optax.global_norm(grads) > 1.0
     np.testing.assert_allclose(metrics["grad_norm"].result(), optax.global_norm(grads), rtol=1e-4)
 

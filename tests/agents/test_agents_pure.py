@@ -76,12 +76,12 @@ def test_scan_vmap_and_plain_steps_agree_and_compile_once(name):
         member = jax.tree.map(lambda x, s=seed: x[s], states)
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
-            member.shared.params,
-            state.shared.params,
+            member.learner.params,
+            state.learner.params,
         )
         assert np.array_equal(
-            jax.random.key_data(member.actors.state.key),
-            jax.random.key_data(state.actors.state.key),
+            jax.random.key_data(member.actors.key),
+            jax.random.key_data(state.actors.key),
         )
     assert_finite(states)
     # Other seeds, another value of a leaf, and another agent made alike compile nothing.
@@ -103,7 +103,7 @@ def test_one_step_in_every_kind_of_space_is_finite(name, kind):
     agent = small(name, env)
     state, metrics = train_step(agent, init(agent, KEY))
     numbers = metrics_lib.compute(metrics)
-    assert_finite(state.shared)
+    assert_finite(state.learner)
     assert np.isfinite(numbers["loss"])
     assert not numbers["nonfinite"].any()  # a masked action would have earned NaN
 
@@ -118,8 +118,8 @@ def test_pendulum_with_normalisers_and_squashed_actions_takes_a_step():
     )
     state, _ = train_step(agent, init(agent, KEY))
     assert_finite(state)
-    assert state.shared.moments.count == 32
-    assert state.shared.reward_scaler.moments.count == 32
+    assert state.learner.obs_statistics.count == 32
+    assert state.learner.reward_scaler.statistics.count == 32
     acted = agent.act(state)(jnp.zeros((5, 3)))
     assert acted.shape == (5, 1)
     assert (jnp.abs(acted) <= 2).all()
@@ -173,33 +173,33 @@ def test_impala_lag_is_the_one_that_the_sizes_promise(num_actors):
         num_actors=num_actors,
     )
     state = init(agent, KEY)
-    assert state.shared.version == 0
-    assert state.shared.ring.num_full == 16 / num_actors
+    assert state.learner.version == 0
+    assert state.storage.num_full == 16 / num_actors
     lags, reads = [], []
     for i in range(5):
-        reads.append(int(state.shared.ring.read))
+        reads.append(int(state.storage.counters_.read))
         state, metrics = train_step(agent, state)
         lags.append(float(metrics["policy_lag"].result()))
         assert metrics["storage_dropped"].result() == 0
-        assert state.shared.version == 2 * (i + 1)
+        assert state.learner.version == 2 * (i + 1)
         # What the next iteration reads first was filled (R − 1) iterations before it.
-        versions = np.asarray(state.actors.slots.version)
-        oldest = int(state.shared.ring.read)
+        versions = np.asarray(state.storage.slots.version)
+        oldest = int(state.storage.counters_.read)
         assert (versions[:, oldest] == max(0, 2 * (i - 1))).all()
     # The mean over j = 0, 1, growing from the prefill's version 0 to the steady state.
     assert lags == [0.5, 2.5, 4.5, 4.5, 4.5]
     # Every unroll is read once, in the order in which they were written.
     assert reads == [0, 8 // num_actors, 16 // num_actors, 0, 8 // num_actors]
-    assert state.shared.ring.num_full == 16 / num_actors
+    assert state.storage.num_full == 16 / num_actors
 
 
 def test_several_actors_are_several_environments_and_one_learner():
     agent = small("ppo", DRIFT, num_actors=2)
     state = init(agent, KEY)
-    assert state.actors.state.obs.shape == (2, 2, 2)
-    assert not np.array_equal(state.actors.state.obs[0], state.actors.state.obs[1])
+    assert state.actors.obs.shape == (2, 2, 2)
+    assert not np.array_equal(state.actors.obs[0], state.actors.obs[1])
     after, metrics = train_step(agent, state)
-    assert after.actors.state.obs.shape == (2, 2, 2)
+    assert after.actors.obs.shape == (2, 2, 2)
     assert np.isfinite(metrics["loss"].result())
 
 

@@ -33,7 +33,7 @@ def test_values_are_those_that_can_be_worked_out_by_hand(name):
             length=600,
         )
         obs = jnp.eye(4)
-        return mine.policy.value(state.shared.params, (), obs, jnp.zeros(4, bool))
+        return mine.policy.value(state.learner.params, (), obs, jnp.zeros(4, bool))
 
     expected = np.stack([Clock.values(float(g)) for g in DISCOUNTS])
     np.testing.assert_allclose(learned(jnp.asarray(DISCOUNTS)), expected, rtol=0.05)

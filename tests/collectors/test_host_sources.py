@@ -66,4 +66,4 @@ def test_it_trains(spec):
     state, history = agent.train(64, log_interval=32, progress="silent")
     assert history.steps.tolist() == [32, 64]
     assert np.isfinite(history["loss"]).all()
-    assert int(state.shared.iteration) == 2
+    assert int(state.learner.iteration) == 2

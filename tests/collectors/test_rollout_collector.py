@@ -20,7 +20,7 @@ from jaxroll.networks.actor_critic import ActorCriticPolicy
 from jaxroll.types import Node, PolicyOutput, TimeStep, Transition
 from tests.tiers import plain
 
-STATIC = ("env", "policy", "num_steps", "sequence_length", "final_rows", "bootstrap",
+STATIC = ("env", "policy", "num_steps", "sequence_length", "max_truncations", "bootstrap",
           "deterministic")  # fmt: skip
 run = jax.jit(collect, static_argnames=STATIC)
 
@@ -204,11 +204,11 @@ def test_first_rows_restart_the_carry_and_follow_every_end():
     assert first.transition.extras["count"][:, 0].tolist() == [1, 2, 3, 1, 1]
 
 
-def test_final_rows_can_be_fewer_more_or_none():
+def test_max_truncations_can_be_fewer_more_or_none():
     env, policy = Script((0,), (1,)), Counter()
     actor, params = start(env, policy)
     for rows, expected in ((0, 12), (1, 9), (4, 0), (6, 0)):
-        _, rollout = run(env, policy, params, actor, 4, final_rows=rows)
+        _, rollout = run(env, policy, params, actor, 4, max_truncations=rows)
         assert rollout.final.step.shape == (rows, 3)
         assert rollout.final.obs.shape == (rows, 3, 3)
         assert int(rollout.final.overflow) == expected
@@ -468,7 +468,7 @@ def test_truncated_cartpole_has_the_advantages_of_a_long_trajectory():
     policy = make_policy(env.observation_space, env.action_space)
     actor = init_actor(env, policy, jax.random.key(0), 4)
     params = policy.init(jax.random.key(1), actor.obs)
-    _, rollout = run(env, policy, params, actor, 25, final_rows=3)
+    _, rollout = run(env, policy, params, actor, 25, max_truncations=3)
     rows = rollout.transition
     assert int((rows.truncated & ~rows.terminated).sum()) > 4
     assert int(rollout.final.overflow) == 0
@@ -549,8 +549,8 @@ def test_wrong_lengths_are_refused_with_the_way_out():
         collect(env, policy, params, actor, 12, sequence_length=5)
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         collect(env, policy, params, actor, 0)
-    with pytest.raises(ValueError, match="final_rows must be 0 or more, got -1"):
-        collect(env, policy, params, actor, 4, final_rows=-1)
+    with pytest.raises(ValueError, match="max_truncations must be 0 or more, got -1"):
+        collect(env, policy, params, actor, 4, max_truncations=-1)
     with pytest.raises(ValueError, match="num_envs must be at least 1"):
         init_actor(env, policy, jax.random.key(0), 0)
 

@@ -46,7 +46,7 @@ def test_collected_rows_equal_an_environment_stepped_by_hand():
     spec = make_env("envpool:CartPole-v1", max_episode_steps=12)
     policy = make_policy(spec.observation_space, spec.action_space)
     with spec.make(4) as envs:
-        collector = HostCollector(envs, policy, final_rows=16)
+        collector = HostCollector(envs, policy, max_truncations=16)
         actor = collector.init(jax.random.key(0))
         params = policy.init(jax.random.key(1), actor.obs)
         rollouts = []

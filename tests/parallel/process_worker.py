@@ -38,11 +38,13 @@ def main():
     steps = agent.steps_per_iteration
 
     def die(event):
-        if options["die_at"] is not None and event.state.shared.iteration >= options["die_at"]:
+        if options["die_at"] is not None and event.state.learner.iteration >= options["die_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(event):
-        return options["stop_at"] is not None and event.state.shared.iteration >= options["stop_at"]
+        return (
+            options["stop_at"] is not None and event.state.learner.iteration >= options["stop_at"]
+        )
 
     _, history = agent.train(
         agent.prefilled_steps + options["iterations"] * steps,

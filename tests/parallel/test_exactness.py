@@ -54,7 +54,7 @@ def test_exact_training_is_bitwise_the_same_on_any_mesh():
         state, rows = train(tiny(), devices, 3)
         assert leaves_equal(alone[0], state)
         np.testing.assert_equal(rows, alone[1])
-        assert copies_are_identical(state.shared)
+        assert copies_are_identical(state.learner)
 
 
 # Every kind compiles for four meshes, a minute on two cores: some are slow, the others long.
@@ -73,7 +73,7 @@ def test_thirty_exact_updates_are_bitwise_the_same_on_1_2_4_and_8_devices(name):
         state, rows = train(agent, devices, 30)
         assert leaves_equal(alone[0], state)
         np.testing.assert_equal(rows, alone[1])
-        assert copies_are_identical(state.shared)
+        assert copies_are_identical(state.learner)
 
 
 def spread_update(agent, devices, reduction):
@@ -88,7 +88,7 @@ def one_rollout(agent):
     """A state and a rollout of every actor."""
     state = jax.jit(agent.init)(jax.random.key(0))
     actors, rollouts = jax.jit(
-        lambda s: map_actors(lambda a: agent.run(s.shared, a), s.actors, reduction="exact")
+        lambda s: map_actors(lambda a: agent.run(s.learner, a), s.actors, reduction="exact")
     )(state)
     return state.replace(actors=actors), rollouts
 
@@ -104,8 +104,8 @@ def fast_updates_agree(agent, counts):
     exact, _ = spread_update(agent, 1, "exact")(state, rollouts)
     for devices in counts:
         fast, _ = spread_update(agent, devices, "fast")(state, rollouts)
-        assert close(fast.shared.params, exact.shared.params)
-        assert copies_are_identical(fast.shared)
+        assert close(fast.learner.params, exact.learner.params)
+        assert copies_are_identical(fast.learner)
     return True
 
 
@@ -136,12 +136,12 @@ def test_a_step_runs_under_pmap_and_under_vmap_with_a_name(how):
     split = state.replace(
         actors=jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), state.actors)
     )
-    axes = TrainState(shared=None, actors=0)
+    axes = TrainState(learner=None, actors=0)
     step = functools.partial(agent.train_step, axis_name="i")
     mapped = {"pmap": jax.pmap, "vmap": jax.vmap}[how](step, axis_name="i", in_axes=(axes,))
     spread, metrics = mapped(split)
     for i in range(devices):
-        copy = jax.tree.map(lambda x, i=i: np.asarray(x)[i], spread.shared.params)
-        assert close(copy, whole.shared.params)
-    assert int(np.asarray(spread.shared.iteration)[0]) == 1
+        copy = jax.tree.map(lambda x, i=i: np.asarray(x)[i], spread.learner.params)
+        assert close(copy, whole.learner.params)
+    assert int(np.asarray(spread.learner.iteration)[0]) == 1
     assert metrics["episodes"].total.shape == (devices,)

@@ -85,8 +85,8 @@ def test_processes_that_cannot_be_joined_are_an_error(given, message):
 
 
 def test_alone_a_process_knows_its_own_flag():
-    assert parallel.largest(3) == 3
-    assert parallel.largest(0) == 0
+    assert parallel.process_max(3) == 3
+    assert parallel.process_max(0) == 0
 
 
 def test_alone_an_error_is_what_it_was():

@@ -89,7 +89,7 @@ def test_any_sequence_of_verbs_equals_a_queue(sizes, verbs):
 
 def test_a_batch_has_everything_that_was_added():
     carry = {"h": np.arange(B, dtype=np.float32)}
-    ring = create(batch_size=B, initial_carry=carry, final_rows=2)
+    ring = create(batch_size=B, initial_carry=carry, max_truncations=2)
     final_obs = jax.tree.map(lambda x: np.stack([x[1], x[2]]), DATA.obs)
     final_step = np.array([[1, T], [3, T]], np.int32)
     ring = ring.add(
@@ -113,7 +113,7 @@ def test_a_batch_has_everything_that_was_added():
         weights=np.ones(B, np.float32),
     )
     assert_equal(ring.sample(), want)
-    again = create(batch_size=B, initial_carry=carry, final_rows=2).insert_data_slice(want)
+    again = create(batch_size=B, initial_carry=carry, max_truncations=2).insert_data_slice(want)
     assert_equal(again.sample(), want)
     assert {k: int(v) for k, v in ring.counters().items()} == {
         "storage_dropped": 0,

@@ -222,7 +222,7 @@ def ring(**options):
             ValueError,
             r"multiple of batch_size = 4, got 6.*\[1, 2, 3, 6\]",
         ),
-        (lambda: ring(final_rows=-1), ValueError, "final_rows at least 0, got 5 and -1"),
+        (lambda: ring(max_truncations=-1), ValueError, "max_truncations at least 0, got 5 and -1"),
         (lambda: DistributedStorage.create([1], 5), TypeError, "Transition .* got list"),
         (lambda: ring().add(trajectory(0, 4), DATA.obs), ValueError, r"unroll: .*\[5, 3"),
         (lambda: ring().add(DATA, DATA.obs), ValueError, r"last_obs.* must have the shape \[3, "),

@@ -157,7 +157,7 @@ def kill_and_go_on(start, undisturbed, run, count):
         steps = Checkpointer(run / "checkpoints").steps()
         if steps:
             # The newest is the one loaded: going back to another would warn, an error here.
-            iteration = int(agent.load(run).shared.iteration)
+            iteration = int(agent.load(run).learner.iteration)
             assert iteration * STEPS_PER_ITERATION == steps[-1]
             reached = steps[-1]
     assert ends(start(run, "ppo", iterations * STEPS_PER_ITERATION), 0)
@@ -431,7 +431,7 @@ def test_a_stop_at_a_bad_gradient_says_what_is_left(tmp_path):
     with pytest.raises(loop.NonFiniteError, match=r"by step 64.*checkpoint, of step 32, is finite"):
         agent.train(256, **options)
     kept = agent.load(tmp_path)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.shared.params))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.learner.params))
     assert [row["step"] for row in rows_of(tmp_path)] == [32]
     # The run can go on past it, each row once; the bad updates are counted.
     _, history = agent.train(96, resume=True, nonfinite="skip", **options)

@@ -11,6 +11,7 @@ import pytest
 
 from jaxroll import PPO, make_env
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError
+from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
 from jaxroll.reporting import History, JsonlLogger
 from jaxroll.train import loop, programs, states
@@ -73,7 +74,7 @@ def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
     whole, history = agent.train(256, checkpoint_dir=tmp_path / "whole", **options)
     # 100 is no multiple of the interval: the row that it cuts must come out whole in the end.
     half, _ = agent.train(100, checkpoint_dir=tmp_path / "halves", **options)
-    assert half.shared.iteration < whole.shared.iteration
+    assert half.learner.iteration < whole.learner.iteration
     fresh = AGENTS[name]()
     resumed, continued = fresh.train(
         256, checkpoint_dir=tmp_path / "halves", resume=True, **options
@@ -112,7 +113,7 @@ def test_a_given_state_is_where_training_starts_and_is_not_destroyed(ppo):
     assert leaves_equal(solo, first)
     # num_train_steps is the run's total: two more iterations for a state that has done two.
     onward, _ = ppo.train(128, state=first, **QUIET)
-    assert onward.shared.iteration == 4
+    assert onward.learner.iteration == 4
 
 
 @pytest.mark.parametrize("source", ["device", "host"])
@@ -152,7 +153,7 @@ def test_stops_say_why(ppo):
 
 def test_what_another_process_wants_stops_this_one_too(ppo, monkeypatch):
     wanted = loop.STOPS.index("time_budget")
-    monkeypatch.setattr(loop.parallel, "largest", lambda number: max(number, 2 * wanted))
+    monkeypatch.setattr(loop.parallel, "process_max", lambda number: max(number, 2 * wanted))
     _, history = ppo.train(10**9, **QUIET)
     assert history.stopped_by == "time_budget"
 
@@ -177,7 +178,7 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
         10**9, log_interval=32, checkpoint_dir=tmp_path, callbacks=[press], **QUIET
     )
     assert history.stopped_by == signal.Signals(signum).name
-    assert state.shared.iteration == 2
+    assert state.learner.iteration == 2
     assert signal.getsignal(signum) is old
     assert leaves_equal(ppo.load(tmp_path), state)
     onward, _ = ppo.train(128, checkpoint_dir=tmp_path, resume=True, log_interval=32, **QUIET)
@@ -197,7 +198,7 @@ def test_the_best_checkpoints_stay_beside_the_latest(ppo, tmp_path, monkeypatch)
     ppo.train(192, checkpoint_dir=tmp_path, resume=True, **options, **QUIET)
     assert steps.steps() == [64, 160, 192]
     assert states.best_checkpoint(tmp_path).name == "0000000064"
-    assert ppo.load(states.best_checkpoint(tmp_path)).shared.iteration == 2
+    assert ppo.load(states.best_checkpoint(tmp_path)).learner.iteration == 2
     ppo.train(32, checkpoint_dir=tmp_path / "other", **QUIET)
     with pytest.raises(NoCheckpointError, match=r"none is the best.*keep_best=1"):
         states.best_checkpoint(tmp_path / "other")
@@ -241,12 +242,12 @@ def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp
         agent.train(256, checkpoint_dir=tmp_path, checkpoint_interval=32, log_interval=32, **QUIET)
     assert "policy_head" in str(error.value)
     last = agent.load(tmp_path)
-    assert last.shared.iteration == 1
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(last.shared.params))
+    assert last.learner.iteration == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(last.learner.params))
     state, history = agent.train(96, nonfinite="skip", log_interval=32, **QUIET)
     assert history["skipped_updates"].tolist()[0] == 0
     assert history["skipped_updates"].max() > 0
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.shared.params))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.learner.params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +266,7 @@ def test_normalisers_forget_what_is_not_finite_so_that_a_skipping_run_goes_on():
     skipped = history["skipped_updates"].tolist()
     assert skipped[1] > 0
     assert skipped[5] == 0, "steps 0 to 7 of the second episode"
-    kept = (state.shared.moments, state.shared.reward_scaler, state.actors.reward_sums)
+    kept = (state.learner.obs_statistics, state.learner.reward_scaler, state.actors.reward_sums)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
 
 
@@ -325,7 +326,7 @@ def test_a_run_is_not_overwritten(ppo, tmp_path):
     with pytest.raises(FileExistsError, match=r"at step 64.*resume=True"):
         ppo.train(64, checkpoint_dir=tmp_path, **QUIET)
     state, history = ppo.train(64, checkpoint_dir=tmp_path, resume=True, **QUIET)
-    assert state.shared.iteration == 2  # nothing was left to do
+    assert state.learner.iteration == 2  # nothing was left to do
     assert history.stopped_by == "steps"
     assert history.steps.tolist() == [64]
 
@@ -340,9 +341,9 @@ def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
     for path in ("run", "saved"):
         agent = ppo.replace(learning_rate=1e-30)  # so that the params stay
         begun, _ = agent.train(32, init_model_path=tmp_path / path, seed=8, **QUIET)
-        assert begun.shared.iteration == 1
+        assert begun.learner.iteration == 1
         seen.append(begun)
-        jax.tree.map(np.testing.assert_array_equal, begun.shared.params, state.shared.params)
+        jax.tree.map(np.testing.assert_array_equal, begun.learner.params, state.learner.params)
     assert leaves_equal(*seen)
     wider = small("ppo", DRIFT, hidden_sizes=(16,))
     with pytest.raises(ValueError, match=r"Dense_0.*\n?.*\[2, 16\]|16") as error:
@@ -366,7 +367,7 @@ def test_a_resumed_run_does_not_need_the_params_that_it_began_with(ppo, tmp_path
     assert not (tmp_path / "new").exists()
 
 
-def test_a_policy_taken_from_a_run_keeps_the_moments_that_it_saw_through(tmp_path, monkeypatch):
+def test_a_policy_taken_from_a_run_keeps_its_statistics(tmp_path, monkeypatch):
     agent = small("ppo", DRIFT, normalize_observations=True)
     saved, _ = agent.train(64, seed=1, **QUIET)
     agent.save(saved, tmp_path / "saved")
@@ -381,9 +382,9 @@ def test_a_policy_taken_from_a_run_keeps_the_moments_that_it_saw_through(tmp_pat
     monkeypatch.setattr(loop, "make_program", program)
     agent.train(32, init_model_path=tmp_path / "saved", seed=8, **QUIET)
     state, rollouts = run_actors(agent, begun[0])
-    assert state.shared.iteration == 0
+    assert state.learner.iteration == 0
     step = jax.tree.map(lambda x: x[0].reshape(-1, *x.shape[3:]), rollouts.transition)
-    params = agent.acting_params(saved.shared)
+    params = agent.acting_params(saved.learner)
     _, output = agent.policy.apply(params, (), step.obs, step.is_first)
     np.testing.assert_allclose(output.distribution.log_prob(step.action), step.log_prob, rtol=1e-5)
     with pytest.raises(ValueError, match="Create the agent with normalize_observations=True"):
@@ -420,14 +421,14 @@ def test_no_iteration_of_host_environments_compiles_anything(compiled):
     carry = program.advance(carry, 3)
     program.close()
     assert not compiled
-    assert carry["state"].shared.iteration == 3
+    assert carry["state"].learner.iteration == 3
 
 
 def test_the_running_episodes_of_host_environments_are_truncated_and_counted(tmp_path):
     agent = host_ppo(normalize_rewards=True)
     options = {"checkpoint_dir": tmp_path, "log_interval": 128, **QUIET}
     state, _ = agent.train(32, **options)
-    running = np.count_nonzero(state.actors.state.statistics.episode_length)
+    running = np.count_nonzero(state.actors.statistics.episode_length)
     assert running
     assert np.count_nonzero(state.actors.reward_sums)
     program = programs.make_program(agent, None, "fast")
@@ -435,12 +436,12 @@ def test_the_running_episodes_of_host_environments_are_truncated_and_counted(tmp
     program.close()
     assert cut == running
     assert not np.count_nonzero(resumed.actors.reward_sums)
-    assert not np.count_nonzero(resumed.actors.state.statistics.episode_length)
-    assert resumed.actors.state.is_first.all()
+    assert not np.count_nonzero(resumed.actors.statistics.episode_length)
+    assert resumed.actors.is_first.all()
     # Stopped before the row is whole and resumed again: both cuts are in the row.
     again, history = agent.train(64, resume=True, **options)
     assert history.to_records()[-1]["cut_episodes"] == running
-    running += np.count_nonzero(again.actors.state.statistics.episode_length)
+    running += np.count_nonzero(again.actors.statistics.episode_length)
     _, history = agent.train(192, resume=True, **options)
     cuts = {row["step"]: row.get("cut_episodes") for row in history}
     assert cuts == {128: running, 192: None}
@@ -452,11 +453,11 @@ def test_host_environments_train_and_resume(tmp_path):
     assert history.steps.tolist() == [32, 64]
     assert leaves_equal(agent.load(tmp_path), state)
     again, _ = agent.train(64, log_interval=32, **QUIET)
-    assert leaves_equal(again.shared.params, state.shared.params)
+    assert leaves_equal(again.learner.params, state.learner.params)
     onward, history = agent.train(
         128, checkpoint_dir=tmp_path, resume=True, log_interval=32, **QUIET
     )
-    assert onward.shared.iteration == 4
+    assert onward.learner.iteration == 4
     assert history.steps.tolist() == [32, 64, 96, 128]
     assert np.isfinite(history["loss"]).all()
     assert len(agent.eval(onward, 3)["episode_returns"]) == 3
@@ -474,11 +475,11 @@ def test_host_environments_go_on_from_a_given_or_loaded_state(tmp_path):
     loaded, _ = agent.train(128, state=agent.load(tmp_path / "half"), **QUIET)
     assert leaves_equal(before, half)
     assert history.steps.tolist() == [128]
-    assert given.shared.iteration == 4
-    assert given.actors.state.num_rollouts == 4
+    assert given.learner.iteration == 4
+    assert given.actors.num_rollouts == 4
     assert leaves_equal(given, loaded)
     assert not jnp.array_equal(
-        *(jax.tree.leaves(state.shared.params)[0] for state in (half, given))
+        *(jax.tree.leaves(state.learner.params)[0] for state in (half, given))
     )
 
 
@@ -490,7 +491,7 @@ def test_rows_that_only_reset_are_told_apart_from_steps():
     row = history.to_records()[-1]
     assert row["step"] == 512
     # Each end has one such row; of the last ends it may not have come yet.
-    ends = int(state.shared.num_episodes)
+    ends = count_value(state.learner.num_episodes)
     resets = round((1 - row["valid_fraction"]) * 512)
     assert ends > 4
     assert ends - agent.num_envs <= resets <= ends
