@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,7 +59,7 @@ def run(tmp_path_factory):
 # Help and listings.
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"bench"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: jaxroll {command}")
@@ -69,13 +68,6 @@ def test_every_command_has_help(command, capsys):
 def test_no_command_shows_help_and_is_a_mistake(capsys):
     assert main([]) == 2
     assert "exit codes:" in capsys.readouterr().out
-
-
-def test_bench_hands_over_its_arguments(monkeypatch):
-    module = types.ModuleType("jaxroll.bench")
-    module.main = lambda argv: len(argv)
-    monkeypatch.setitem(sys.modules, "jaxroll.bench", module)
-    assert main(["bench", "--quick", "gae"]) == 2
 
 
 def test_help_imports_nothing_heavy():

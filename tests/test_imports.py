@@ -30,7 +30,6 @@ TIERS = [
     {"train"},
     {"config", "sweeps"},
     {"trainer"},
-    {"bench"},
     {"cli"},
     {"__main__"},
 ]

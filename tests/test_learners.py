@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxroll import RolloutStorage, Transition
+from jaxroll import RolloutStorage, Transition, learners
 from jaxroll.learners import (
     check_reduction,
     gather_actors,
@@ -177,3 +177,31 @@ def test_minibatch_updates_take_one_step_for_each_row_of_the_plan():
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match='"fast" or "exact", got \'slow\''):
         check_reduction("slow")
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("num_actors", [1, 2])
+def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
+    rows = 3 * learners.CHUNK_ROWS
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(num_actors, rows, 3)), jnp.float32)
+    weights = jnp.asarray(rng.random((num_actors, rows)) < 0.7, jnp.float32)
+
+    def loss(params, batch):
+        x, w = batch
+        errors = jnp.square(jnp.tanh(x @ params) - 1)
+        return jnp.sum(w * errors), jnp.sum(w), {"errors": jnp.sum(w * errors)}
+
+    params = jnp.asarray([0.1, -0.2, 0.3])
+    whole, split = (
+        learners.gradient(loss, params, (x, weights), reduction=reduction, split_rows=split_rows)
+        for split_rows in (False, True)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, split)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)]
+)
+def test_chunks_divide_the_rows(rows, chunk):
+    assert learners.chunk_rows(rows) == chunk

@@ -1,4 +1,4 @@
-"""The command line: `jaxroll train | eval | resume | plot | envs | agents | bench`.
+"""The command line: `jaxroll train | eval | resume | plot | envs | agents`.
 
 Commands are imported when they run, so that help costs no jax. A mistake of the user's is one
 message and exit code 2; a failure of the run is 1; see `EXIT_CODES` for all of them.
@@ -37,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # XLA's remarks about cached programs would land in the middle of the bar.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        if argv[:1] == ["bench"]:
-            return _bench([word for word in argv[1:] if word != "--traceback"])
         args = parse(argv)
         if isinstance(args, int):
             return args
@@ -53,16 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _explain(error, debug)
-
-
-def _bench(argv: list[str]) -> int:
-    try:
-        bench = importlib.import_module("jaxroll.bench")
-    except ImportError as error:
-        raise UsageError(
-            f'the benchmarks need {error.name}. Install their peers: pip install "jaxroll[bench]".'
-        ) from error
-    return bench.main(argv)
 
 
 def _explain(error: Exception, debug: bool) -> int:

@@ -26,7 +26,6 @@ COMMANDS = {
     "plot": "draw learning curves",
     "envs": "list environments",
     "agents": "list agents and their hyperparameters",
-    "bench": "measure speed beside other libraries",
 }
 
 _TOP_EXAMPLES = """\
@@ -112,7 +111,6 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     envs.add_argument("source", nargs="?", help="one source, such as gymnasium; default: all")
     agents = command("agents", "listings")
     agents.add_argument("name", nargs="?", help="show the hyperparameters of this agent")
-    command("bench", "bench")
     return parser, commands
 
 

@@ -9,52 +9,74 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import purejaxrl
+from harness import Ratio, Row, Run, Settings, measure
 from jax import lax
+from rejax_ppo import rejax_run
 
 import jaxroll
 from jaxroll import parallel
-from jaxroll.bench import purejaxrl
-from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure
-from jaxroll.bench.rejax_ppo import rejax_run
-from jaxroll.train.programs import DeviceProgram
 
 PUREJAXRL = "purejaxrl form"
 LEAN = "purejaxrl form without info"
+LOOP = "agent.train"
+
+
+def one_jit(agent: Any, updates: int) -> Run:
+    """Whole trainings from a key, `train_step` scanned in one jit."""
+
+    @jax.jit
+    def train(key: jax.Array) -> Any:
+        step = lambda state, _: agent.train_step(state)  # noqa: E731
+        return lax.scan(step, agent.init(key), length=updates)
+
+    return lambda: train(jax.random.key(0))
+
+
+def by_loop(agent: Any, updates: int) -> Run:
+    """Whole trainings by `agent.train`, with its rows and its history."""
+    steps = updates * agent.steps_per_iteration
+    return lambda: agent.train(steps, seed=0, progress="silent")[0]
+
+
+def purejaxrl_run(env: str, config: dict[str, Any], updates: int, **options: Any) -> Run:
+    """Whole trainings of the purejaxrl form, one scan in one jit."""
+    train = jax.jit(purejaxrl.make_train(env, config, updates, **options))
+    return lambda: train(jax.random.key(0))
 
 
 def agent_run(agent: Any, updates: int, *, mesh: Any = None, reduction: str = "fast") -> Run:
-    """A run of `updates` iterations by the program that `agent.train` uses."""
-    program = DeviceProgram(agent, mesh, reduction)
-    carry = [program.start(program.init(0))]
+    """A run of `updates` iterations that goes on where the last one ended, on a mesh or not."""
+
+    def advance(state: Any, axis_name: Any = None) -> Any:
+        step = lambda state, _: agent.train_step(state, axis_name=axis_name, reduction=reduction)  # noqa: E731
+        return lax.scan(step, state, length=updates)[0]
+
+    state = jax.jit(agent.init)(jax.random.key(0))
+    if mesh is not None:
+        specs = agent.state_specs(parallel.ACTORS)
+        state = parallel.place(state, mesh, specs)
+        advance = parallel.on_mesh(advance, mesh, (specs,), specs)
+    program = jax.jit(advance, donate_argnums=0)
+    states = [state]
 
     def run() -> None:
-        carry[0] = program.advance(carry[0], updates)
-
-    return run
-
-
-def purejaxrl_run(env: str, config: dict[str, Any], updates: int, *, with_info: bool = True) -> Run:
-    """A run of the purejaxrl form."""
-    init, advance = purejaxrl.make_train(env, config, with_info=with_info)
-    state = [jax.jit(init)(jax.random.key(0))]
-    program = jax.jit(lambda runner: advance(runner, updates), donate_argnums=0)
-
-    def run() -> Any:
-        state[0], info = program(state[0])
-        return state[0], info
+        states[0] = jax.block_until_ready(program(states[0]))
 
     return run
 
 
 def ppo(settings: Settings) -> list[Row]:
-    """PPO on CartPole with purejaxrl's hyperparameters."""
+    """PPO on CartPole with purejaxrl's hyperparameters: whole trainings, compilation apart."""
     rows = []
-    sizes = ((4, 20, 1.25), (64, 4, 1.5), (2048, 1, 1.5))
+    sizes = ((4, 100, 1.25), (64, 20, 1.5), (2048, 2, 1.5))
     for num_envs, updates, target in sizes[:1] if settings.quick else sizes:
         config = {**purejaxrl.CARTPOLE, "num_envs": num_envs}
         updates = 1 if settings.quick else updates
+        agent = jaxroll.PPO.create("CartPole-v1", **config)
         contenders = {
-            "jaxroll": agent_run(jaxroll.PPO.create("CartPole-v1", **config), updates),
+            "jaxroll": one_jit(agent, updates),
+            LOOP: by_loop(agent, updates),
             PUREJAXRL: purejaxrl_run("CartPole-v1", config, updates),
             LEAN: purejaxrl_run("CartPole-v1", config, updates, with_info=False),
         }
@@ -62,6 +84,7 @@ def ppo(settings: Settings) -> list[Row]:
             contenders["rejax"] = rejax_run("CartPole-v1", config, updates)
         ratios = [
             Ratio(PUREJAXRL, "jaxroll", at_least=target),
+            Ratio(PUREJAXRL, LOOP),
             Ratio(LEAN, "jaxroll"),
             Ratio("rejax", "jaxroll"),
         ]
@@ -79,11 +102,11 @@ def minatar(settings: Settings) -> list[Row]:
         config |= {"num_envs": 4, "num_steps": 16}
     mlp = {"network": "mlp", "hidden_sizes": (64, 64), "shared_torso": False, "activation": "tanh"}
     contenders = {
-        "jaxroll": agent_run(jaxroll.PPO.create(env, **config, **mlp), updates),
+        "jaxroll": one_jit(jaxroll.PPO.create(env, **config, **mlp), updates),
         PUREJAXRL: purejaxrl_run(env, config, updates),
     }
     if not settings.quick:
-        contenders["jaxroll, cnn"] = agent_run(jaxroll.PPO.create(env, **config), updates)
+        contenders["jaxroll, cnn"] = one_jit(jaxroll.PPO.create(env, **config), updates)
     steps = config["num_envs"] * config["num_steps"] * updates
     ratios = [Ratio(PUREJAXRL, "jaxroll"), Ratio("jaxroll, cnn", "jaxroll")]
     case = f"PPO, MinAtar Breakout, {config['num_envs']} envs"

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import purejaxrl
+from harness import Ratio, Row, Settings, Spread, seconds
 
 import jaxroll
-from jaxroll.bench import purejaxrl
-from jaxroll.bench.harness import Ratio, Row, Settings, Spread, seconds
 
 
 def learning(settings: Settings) -> list[Row]:
@@ -35,12 +35,12 @@ def learning(settings: Settings) -> list[Row]:
         _, returns = jax.lax.scan(step, agent.init(key), length=num_updates)
         return tenths(returns.total, returns.weight)
 
-    init, advance = purejaxrl.make_train("CartPole-v1", config)
+    train = purejaxrl.make_train("CartPole-v1", config, num_updates)
 
     @jax.jit
     @jax.vmap
     def theirs(key: Any) -> Any:
-        _, info = advance(init(key), num_updates)
+        _, info = train(key)
         ended = info["returned_episode"]
         totals = jnp.sum(info["returned_episode_returns"] * ended, axis=(1, 2))
         return tenths(totals, ended.sum((1, 2)))

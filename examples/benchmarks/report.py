@@ -1,4 +1,4 @@
-"""What was measured, as JSON for programs and as Markdown tables for people."""
+"""What was measured, as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-
-from jaxroll.bench.harness import Row, Spread
+from harness import Row, Spread
 
 _PACKAGES = (
     "jaxroll",
@@ -126,7 +125,10 @@ def _table(rows: list[Row]) -> list[str]:
     lines = ["| case | time | ratio | target | |", "| --- | --- | --- | --- | --- |"]
     notes: list[str] = []
     for row in rows:
-        times = "<br>".join(_time(name, spread, row.steps) for name, spread in row.times.items())
+        times = "<br>".join(
+            [_time(name, spread, row.steps) for name, spread in row.times.items()]
+            + [f"{name} {count:,}" for name, count in row.counts.items()]
+        )
         ratios = "<br>".join(
             f"{ratio.label} = **{spread.median:.2f}** ({spread.low:.2f}–{spread.high:.2f})"
             for ratio, spread in row.ratios
@@ -153,12 +155,7 @@ def _time(name: str, spread: Spread, steps: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits.
-
-    Example:
-      >>> duration(0.00123), duration(2e-6)
-      ('1.23 ms', '2.00 µs')
-    """
+    """A time with three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * scale >= 1:
             return (
@@ -170,12 +167,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people.
-
-    Example:
-      >>> size(1536), size(-1)
-      ('1.5 kB', 'unknown')
-    """
+    """A number of bytes."""
     if count < 0:
         return "unknown"
     amount = float(count)
@@ -188,7 +180,10 @@ def size(count: int) -> str:
 
 def show(row: Row) -> None:
     """One row on the terminal, as soon as it is there."""
-    times = ", ".join(f"{name} {duration(spread.median)}" for name, spread in row.times.items())
+    times = ", ".join(
+        [f"{name} {duration(spread.median)}" for name, spread in row.times.items()]
+        + [f"{name} {count:,}" for name, count in row.counts.items()]
+    )
     print(f"{row.section}: {row.case}: {times}", file=sys.stdout)
     for ratio, spread in row.ratios:
         verdict = {True: "met", False: "missed", None: ""}[ratio.met(spread.median)]

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from jaxroll.bench.harness import Run
+from harness import Run
 
 
 class FiveValues:
@@ -36,7 +35,7 @@ class FiveValues:
 
 
 def rejax_run(env_name: str, config: dict[str, Any], updates: int) -> Run:
-    """A run of rejax's PPO; raises ImportError where it is not installed."""
+    """Whole trainings by rejax's PPO in one jit; raises ImportError where it is not installed."""
     import gymnax
     import rejax
 
@@ -57,15 +56,10 @@ def rejax_run(env_name: str, config: dict[str, Any], updates: int) -> Run:
         ent_coef=config["entropy_coef"],
         vf_coef=config["value_coef"],
     )
-    state = [jax.jit(agent.init_state)(jax.random.key(0))]
 
-    def advance(state: Any) -> Any:
-        return jax.lax.fori_loop(0, updates, lambda _, s: agent.train_iteration(s), state)
+    @jax.jit
+    def train(key: jax.Array) -> Any:
+        step = lambda _, state: agent.train_iteration(state)  # noqa: E731
+        return jax.lax.fori_loop(0, updates, step, agent.init_state(key))
 
-    program = jax.jit(advance, donate_argnums=0)
-
-    def run() -> Any:
-        state[0] = program(state[0])
-        return state[0]
-
-    return run
+    return lambda: train(jax.random.key(0))

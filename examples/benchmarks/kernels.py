@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from harness import Ratio, Row, Settings, check_agreement, measure_kernels
+from jax import Array, lax
 
 from jaxroll import estimators
-from jaxroll.bench.harness import Ratio, Row, Settings, check_agreement, measure_kernels
 from jaxroll.distributions import Categorical, DiagonalGaussian
-from jaxroll.types import Array
 
 SHAPES = ((128, 8), (128, 1024), (128, 4096), (1024, 64), (2048, 8), (256, 16384))
 NARROW = ((1024, 64), (2048, 8))  # many steps of few rows: the loop's own cost shows

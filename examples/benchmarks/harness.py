@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxroll.types import PyTree
-
+PyTree = Any
 Run = Callable[[], Any]  # does the work once; what it returns is waited for
 
 
@@ -33,6 +32,7 @@ class Settings:
       most_rounds: at most this many.
       quick: tiny sizes, to see that everything runs.
       full: the long rows too.
+      baseline: another checkout of jaxroll, for the section `versions`.
       clock: "wall", or "cpu" for the process's time on all cores: on a machine that others use, it
         says more about the work, and nothing about how well cores are kept busy.
     """
@@ -42,16 +42,17 @@ class Settings:
     most_rounds: int = 60
     quick: bool = False
     full: bool = False
+    baseline: str | None = None
     clock: str = "wall"
 
     @classmethod
-    def create(cls, *, quick: bool = False, full: bool = False, clock: str = "wall") -> Settings:
+    def create(cls, *, quick: bool = False, full: bool = False, **more: Any) -> Settings:
         """Those of `--quick`, of `--full`, or the usual ones."""
         if quick:
-            return cls(seconds=0.02, rounds=2, most_rounds=2, quick=True, clock=clock)
+            return cls(seconds=0.02, rounds=2, most_rounds=2, quick=True, **more)
         if full:
-            return cls(seconds=10.0, rounds=15, most_rounds=200, full=True, clock=clock)
-        return cls(clock=clock)
+            return cls(seconds=10.0, rounds=15, most_rounds=200, full=True, **more)
+        return cls(**more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +65,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of these values.
-
-        Example:
-          >>> Spread.of([3.0, 1.0, 2.0])
-          Spread(median=2.0, low=1.5, high=2.5)
-        """
+        """Of these values."""
         low, median, high = np.quantile(np.asarray(values, float), [0.25, 0.5, 0.75])
         return cls(float(median), float(low), float(high))
 
@@ -125,8 +121,14 @@ class Row:
     rounds: int = 0
     steps: int | None = None  # environment steps of one run, for steps per second
     temporary_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)  # instead of times
     notes: list[str] = dataclasses.field(default_factory=list)
     measured: str = ""  # when and on what
+
+    def add_count_ratio(self, over: str, under: str, at_least: float | None = None) -> None:
+        """A quotient of two counts, which has no spread."""
+        value = self.counts[over] / self.counts[under]
+        self.ratios.append((Ratio(over, under, at_least), Spread(value, value, value)))
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts and numbers."""
@@ -202,9 +204,13 @@ def measure(
     row.times = {name: Spread.of(values) for name, values in times.items()}
     for ratio in ratios:
         if ratio.over in times and ratio.under in times:
-            quotients = [a / b for a, b in zip(times[ratio.over], times[ratio.under])]
-            row.ratios.append((ratio, Spread.of(quotients)))
+            row.ratios.append((ratio, quotients(times, ratio)))
     return row
+
+
+def quotients(times: dict[str, list[float]], ratio: Ratio) -> Spread:
+    """The spread of a ratio over the rounds."""
+    return Spread.of([a / b for a, b in zip(times[ratio.over], times[ratio.under])])
 
 
 def seconds(run: Run, settings: Settings) -> float:

@@ -9,6 +9,7 @@ and metrics for every environment and step. Networks are two 64 × 64 tanh torso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -77,8 +78,21 @@ class Step(NamedTuple):
     info: Any
 
 
-def make_train(env_name: str, config: dict[str, Any], *, with_info: bool = True) -> tuple[Any, Any]:
-    """(init, advance): `init(key) -> runner`, `advance(runner, count) -> (runner, metrics)`.
+def make_train(
+    env_name: str, config: dict[str, Any], num_updates: int, *, with_info: bool = True
+) -> Callable[[jax.Array], Any]:
+    """`train(key) -> (runner, metrics)`: the whole training, one scan over updates, to be jitted.
+
+    This is how its users run it: `jax.jit(make_train(config))(key)`.
+    """
+    init, update = make_update(env_name, config, with_info=with_info)
+    return lambda key: lax.scan(update, init(key), length=num_updates)
+
+
+def make_update(
+    env_name: str, config: dict[str, Any], *, with_info: bool = True
+) -> tuple[Any, Any]:
+    """(init, update): `init(key) -> runner`, `update(runner, None) -> (runner, metrics)`.
 
     Args:
       env_name: of gymnax.
@@ -196,10 +210,7 @@ def make_train(env_name: str, config: dict[str, Any], *, with_info: bool = True)
         carry, _ = lax.scan(epoch, carry, length=config["num_epochs"])
         return (carry[0], env_state, obs, carry[-1]), rows.info
 
-    def advance(runner: Any, count: int) -> tuple[Any, Any]:
-        return lax.scan(update, runner, length=count)
-
-    return init, advance
+    return init, update
 
 
 def _log_prob(logits: Any, action: Any) -> Any:

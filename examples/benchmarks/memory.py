@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import Ratio, Row, Run, Settings, measure, measure_kernels
 from jax import lax
 
-from jaxroll.bench.harness import Ratio, Row, Run, Settings, measure, measure_kernels
 from jaxroll.envs import make_env
 from jaxroll.networks import make_policy
 from jaxroll.storages import RolloutStorage, add_donated
-from jaxroll.types import PyTree, Transition
+from jaxroll.types import Transition
+
+PyTree = Any
 
 PUREJAXRL = "purejaxrl form"
 PIXELS = (84, 84, 4)
