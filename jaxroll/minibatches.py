@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll.keys import unrolled
 from jaxroll.types import Array, Node, PyTree
 
 # A power of two from this on is shuffled by so many pairs of Feistel rounds.
@@ -85,7 +84,7 @@ def plan(
     if shuffle:
         if key is None:
             raise ValueError("shuffle=True needs a key. Give jax.random.key(0), or shuffle=False.")
-        keys = jax.random.split(unrolled(key), num_epochs)
+        keys = jax.random.split(key, num_epochs)
         order = jax.vmap(lambda k: permutation(k, total))(keys)
     else:
         order = np.broadcast_to(np.arange(total, dtype=np.int32), (num_epochs, total))
@@ -157,7 +156,6 @@ def permutation(key: jax.Array, n: int) -> Array:
 
     Mitchell et al., 2021, "Bandwidth-optimal random shuffling for GPUs"
     """
-    key = unrolled(key)
     if n >= _SHUFFLED_SIZE and n & (n - 1) == 0:
         return _feistel(key, n)
     return _sorted_words(key, n)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxroll.keys import as_given, unrolled
 from jaxroll.minibatches import divisors
 from jaxroll.types import ActorState, Array, PyTree
 
@@ -34,10 +33,9 @@ def action_draws(
     if deterministic:
         return None
     _, output = jax.eval_shape(policy.apply, params, actor.carry, actor.obs, actor.is_first)
-    key = unrolled(key)
     if _has_noise(output.distribution):
         return output.distribution.noise(key, (num_steps,))
-    return as_given(jax.random.split(key, num_steps))
+    return jax.random.split(key, num_steps)
 
 
 def take_action(distribution: Any, draw: PyTree, deterministic: bool) -> PyTree:

@@ -11,8 +11,7 @@ and V is asked once, after the scan. A step that finds no row left takes V(obs) 
 
 What no later step needs is left to after the scan, for many rows at once: log-probabilities, and
 the values of a feed-forward policy whose critic is a network of its own. What an environment takes
-from its key alone, such as the start of the next episode, is drawn before. What a few environments
-carry and write, a few numbers in many leaves, goes through the scan as one array (`packing`).
+from its key alone, such as the start of the next episode, is drawn before.
 
 Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at once.
 """
@@ -31,10 +30,8 @@ from jaxroll.collectors.batched import (
     take_action,
     values_together,
 )
-from jaxroll.collectors.packing import Packed, Packing
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
-from jaxroll.keys import as_given, unrolled
 from jaxroll.minibatches import divisors
 from jaxroll.types import (
     ActorState,
@@ -153,7 +150,7 @@ def collect(
     """
     length = _checked_length(num_steps, sequence_length, max_truncations)
     num_envs = actor.is_first.shape[0]
-    rollout_key = jax.random.fold_in(unrolled(actor.key), actor.num_rollouts)
+    rollout_key = jax.random.fold_in(actor.key, actor.num_rollouts)
     env_key, policy_key = jax.random.split(rollout_key)
     # Keys and noise of the whole rollout at once: many small draws cost more than one large.
     env_draws, draw_now = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
@@ -268,45 +265,27 @@ def _env_draws(env: Any, keys: jax.Array) -> tuple[PyTree, Any]:
     """
 
     def draw(key: jax.Array) -> PyTree:
-        return as_given(draw_ahead(env, key))
+        return draw_ahead(env, key)
 
-    try:
-        one = jax.eval_shape(draw, keys[0, 0])
-    except (TypeError, ValueError):  # it puts a key of its own beside ours: it gets JAX's
-        keys = as_given(keys)
-        one = jax.eval_shape(draw, keys[0, 0])
+    one = jax.eval_shape(draw, jax.ShapeDtypeStruct((), keys.dtype))
     if keys.size * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one)) > _DRAWN_BYTES:
         return keys, jax.vmap(draw)
     return jax.vmap(jax.vmap(draw))(keys), lambda drawn: drawn
 
 
 def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Running, Any, PyTree]:
-    """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...].
-
-    Small leaves of the state and of what a step returns travel as one array.
-    """
-    num_envs = state.is_first.shape[0]
-    states, outputs = Packing.of(state, num_envs), []
-
-    def packed_step(state: Packed, inputs: tuple) -> tuple[Packed, Packed]:
-        after, output = step(states.unpack(state), inputs)
-        outputs.append(Packing.of(output, num_envs))
-        return states.pack(after), outputs[-1].pack(output)
-
-    start = states.pack(state)
+    """Scan `step`; also the policy's carry before every `length`-th step, [C, B, ...]."""
     if not jax.tree.leaves(state.carry) or length == jax.tree.leaves(inputs)[0].shape[0]:
-        after, output = lax.scan(packed_step, start, inputs)
-        carries = jax.tree.map(lambda x: x[None], state.carry)
-    else:
+        after, output = lax.scan(step, state, inputs)
+        return after, output, jax.tree.map(lambda x: x[None], state.carry)
 
-        def sequence(state: Packed, inputs: tuple) -> tuple[Packed, tuple]:
-            after, output = lax.scan(packed_step, state, inputs)
-            return after, (output, states.unpack(state).carry)
+    def sequence(state: _Running, inputs: tuple) -> tuple[_Running, tuple]:
+        after, output = lax.scan(step, state, inputs)
+        return after, (output, state.carry)
 
-        chunks = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), inputs)
-        after, (output, carries) = lax.scan(sequence, start, chunks)
-        output = jax.tree.map(_merge, output)
-    return states.unpack(after), outputs[-1].unpack(output), carries
+    chunks = jax.tree.map(lambda x: x.reshape(-1, length, *x.shape[1:]), inputs)
+    after, (output, carries) = lax.scan(sequence, state, chunks)
+    return after, jax.tree.map(_merge, output), carries
 
 
 def _empty(tree: PyTree, rows: int) -> PyTree:

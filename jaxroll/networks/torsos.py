@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import lax
 
 from jaxroll import spaces
+from jaxroll.networks.cpu_products import convolution, product
 from jaxroll.types import Array, PyTree
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -47,52 +47,6 @@ class Dense(nn.Module):
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         y = ACTIVATIONS[self.activation](product(rows, kernel) + bias[None])
         return y.reshape(*x.shape[:-1], self.features)
-
-
-# A kernel of so few columns is taken column by column on a CPU, for so many rows.
-_FEW_COLUMNS, _SOME_ROWS = 4, range(128, 1025)
-
-
-def product(rows: Array, kernel: Array) -> Array:
-    """rows @ kernel, in the form whose value and gradient are fastest on a CPU.
-
-    Args:
-      rows: [N, in].
-      kernel: [in, features].
-
-    Returns:
-      [N, features].
-    """
-    if kernel.shape[1] > _FEW_COLUMNS or rows.shape[0] not in _SOME_ROWS:
-        return _wide_product(rows, kernel)
-    # XLA's product with two columns, with its gradient, takes twice as long as two products with a
-    # vector. With fewer rows nothing is gained; within parts of a large minibatch time is lost.
-    # (Asking for the backend here would start it.)
-    return lax.platform_dependent(
-        rows, kernel, cpu=_column_products, default=lambda rows, kernel: rows @ kernel
-    )
-
-
-def _column_products(rows: Array, kernel: Array) -> Array:
-    return jnp.stack([rows @ kernel[:, i] for i in range(kernel.shape[1])], axis=-1)
-
-
-@jax.custom_jvp
-def _wide_product(rows: Array, kernel: Array) -> Array:
-    return rows @ kernel
-
-
-@_wide_product.defjvp
-def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (rows, kernel), (rows_dot, kernel_dot) = primals, tangents
-    # The kernel's gradient is rowsᵀ times what comes back. On a CPU the usual product of that kind
-    # is slow; with the rows transposed beforehand it takes XLA's fast path. The barrier keeps the
-    # transpose out of the product.
-    columns = lax.platform_dependent(
-        rows, cpu=lambda x: lax.optimization_barrier(x.T), default=jnp.transpose
-    )
-    change = lax.dot_general(columns, kernel_dot, (((0,), (0,)), ((), ())))
-    return rows @ kernel, rows_dot @ kernel + change
 
 
 class MLP(nn.Module):
@@ -134,7 +88,7 @@ class ConvTorso(nn.Module):
             x = jnp.moveaxis(x, 1, -1)
         side = min(x.shape[1:3])
         if side < 36:
-            x = PatchConv(16, min(3, side), dtype=self.dtype)(x)
+            x = SmallConv(16, min(3, side), dtype=self.dtype)(x)
             return jax.nn.relu(x).reshape(x.shape[0], -1)
         for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.Conv(
@@ -149,12 +103,8 @@ class ConvTorso(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-class PatchConv(nn.Module):
-    """A convolution of small images as one matrix product over their patches.
-
-    The same numbers as `nn.Conv` with padding "VALID". On a CPU the gradient of a convolution of a
-    10 × 10 image takes many times as long as that of a product.
-    """
+class SmallConv(nn.Module):
+    """`nn.Conv` with padding "VALID", for small images; fast on a CPU too."""
 
     features: int
     size: int
@@ -166,13 +116,8 @@ class PatchConv(nn.Module):
         init = nn.initializers.orthogonal(math.sqrt(2))
         kernel = self.param("kernel", init, (self.size, self.size, x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        height, width = (side - self.size + 1 for side in x.shape[1:3])
-        corners = [(i, j) for i in range(self.size) for j in range(self.size)]
-        patches = jnp.concatenate([x[:, i : i + height, j : j + width] for i, j in corners], -1)
-        rows = patches.reshape(-1, patches.shape[-1])
-        y = product(rows, kernel.astype(self.dtype).reshape(-1, self.features))
-        y = y + bias.astype(self.dtype)[None]
-        return y.reshape(x.shape[0], height, width, self.features)
+        y = convolution(x, kernel.astype(self.dtype))
+        return y + bias.astype(self.dtype)[None, None, None]
 
 
 def flat_entries(space: spaces.Space, prefix: str = "") -> dict[str, LeafSpace]:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxroll import spaces
-from jaxroll.collectors import collect, init_actor, packing, rollout as rollout_module
+from jaxroll.collectors import collect, init_actor, rollout as rollout_module
 from jaxroll.distributions import Categorical
 from jaxroll.envs import autoreset, make_env
 from jaxroll.networks import make_policy
@@ -279,13 +279,13 @@ def test_values_after_the_scan_equal_those_within_the_step(num_envs):
     assert bool(got[1].transition.truncated.any())
 
 
-@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW", "_SMALL_BYTES"])
+@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW"])
 def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
     env = make_env("CartPole-v1", max_steps_in_episode=5)
     policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
     actor, params = start(env, policy)
     expected = run(env, policy, params, actor, 12)
-    monkeypatch.setattr(packing if name == "_SMALL_BYTES" else rollout_module, name, 0)
+    monkeypatch.setattr(rollout_module, name, 0)
     leaves_close(collect(env, policy, params, actor, 12), expected)
 
 
@@ -307,20 +307,13 @@ class KeepsKeys:
 
 
 @pytest.mark.parametrize("mixes", [False, True])
-def test_an_environment_meets_the_keys_that_it_would_be_given_alone(monkeypatch, mixes):
+def test_an_environment_may_keep_keys_in_its_state(mixes):
     env = autoreset(KeepsKeys(mixes))
     policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
     actor, params = start(env, policy)
-    assert actor.env.dtype == actor.key.dtype
-    got = collect(env, policy, params, actor, 9)
-    assert got[0].env.dtype == actor.key.dtype
-    assert bool(got[1].transition.terminated.any())
-    monkeypatch.setattr(rollout_module, "unrolled", lambda key: key)
-    plain_keys = collect(env, policy, params, actor, 9)
-    data = lambda actor: actor.replace(  # noqa: E731
-        env=jax.random.key_data(actor.env), key=jax.random.key_data(actor.key)
-    )
-    leaves_close((data(got[0]), got[1]), (data(plain_keys[0]), plain_keys[1]))
+    after, rollout = collect(env, policy, params, actor, 9)
+    assert after.env.dtype == actor.env.dtype == actor.key.dtype
+    assert bool(rollout.transition.terminated.any())
 
 
 def test_extras_come_from_the_action_if_the_policy_says_so():
