@@ -199,6 +199,10 @@ class IMPALA(DistributedAgent):
         weights = jnp.broadcast_to(batch.weights[None], shape)
         if step.valid is not None:
             weights = weights * step.valid
+            # Rows of weight 0 may hold anything, and what acted on NaN has acted NaN.
+            obs, action = losses.safe_rows((step.obs, step.action), weights)
+            step = step.replace(obs=obs, action=action)
+            batch = batch.replace(transition=step)
         output, last_values, bootstrap_values = self.values(params, batch)
         log_prob = output.distribution.log_prob(step.action)
         targets = jax.lax.stop_gradient(

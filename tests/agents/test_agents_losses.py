@@ -8,9 +8,19 @@ import numpy as np
 import optax
 import pytest
 
+from jaxroll import autoreset, spaces
 from jaxroll.estimators import normalize
 from jaxroll.metrics import compute
-from tests.agents.agent_toys import DRIFT, Drift, init, run_actors, small, train_step, update
+from tests.agents.agent_toys import (
+    DRIFT,
+    AnySpaces,
+    Drift,
+    init,
+    run_actors,
+    small,
+    train_step,
+    update,
+)
 from tests.tiers import plain
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
@@ -358,6 +368,34 @@ def test_impala_takes_one_rmsprop_step_on_the_clipped_sum():
     close(after.learner.params, optax.apply_updates(params, updates))
     assert optax.global_norm(grads) > 1.0
     np.testing.assert_allclose(metrics["grad_norm"].result(), optax.global_norm(grads), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("network", "action"),
+    [("mlp", spaces.Box.create(-1, 1, (2,))), ("lstm", spaces.Discrete(3))],
+)
+def test_impala_does_not_look_at_invalid_rows(network, action):
+    env = autoreset(AnySpaces(spaces.Box.create(0, 1, (2,)), action))
+    agent = small("impala", env, network=network, num_steps=8, batch_size=4, num_storages=4)
+    state, rollouts = rollout_of(agent)
+    batch = stored_batch(agent, state, rollouts)
+    step = batch.transition
+    assert step.truncated[4].all()
+    valid = jnp.ones(step.reward.shape, bool).at[5].set(False)  # a host resets after the end
+    is_first = step.is_first.at[5].set(False).at[6].set(True)
+    grad = jax.jit(jax.grad(lambda params, batch: agent.loss(params, batch)[0]))
+
+    def with_row(number):
+        def put(x):
+            return x.at[5].set(number) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return batch.replace(
+            transition=jax.tree.map(put, step).replace(valid=valid, is_first=is_first)
+        )
+
+    ordinary, unusable = (grad(state.learner.params, with_row(x)) for x in (0.5, jnp.nan))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(unusable))
+    jax.tree.map(np.testing.assert_array_equal, ordinary, unusable)
 
 
 def test_advantages_are_normalised_once_in_each_mode():
