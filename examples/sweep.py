@@ -6,7 +6,7 @@ Run it: `python examples/sweep.py --steps 60000 --out rates.png`.
 import argparse
 
 import jaxroll
-from jaxroll.reporting import plot_runs
+from jaxroll.train import plot_runs
 
 
 def main():

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         networks as networks,
         normalizers as normalizers,
         parallel as parallel,
-        reporting as reporting,
         spaces as spaces,
         storages as storages,
         train as train,
@@ -67,9 +66,6 @@ if TYPE_CHECKING:
         Policy as Policy,
         make_policy as make_policy,
     )
-    from jaxroll.reporting import (
-        History as History,
-    )
     from jaxroll.storages import (
         DecoupledRolloutStorage as DecoupledRolloutStorage,
         DistributedStorage as DistributedStorage,
@@ -77,6 +73,9 @@ if TYPE_CHECKING:
         Storage as Storage,
     )
     from jaxroll.sweeps import sweep as sweep
+    from jaxroll.train.history import (
+        History as History,
+    )
     from jaxroll.trainer import DistributedTrainer as DistributedTrainer
     from jaxroll.types import (
         Minibatch as Minibatch,
@@ -178,7 +177,7 @@ _ROOMS = {
     "jaxroll.export": ("export_policy",),
     "jaxroll.sweeps": ("sweep",),
     "jaxroll.trainer": ("DistributedTrainer",),
-    "jaxroll.reporting": ("History",),
+    "jaxroll.train.history": ("History",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 _SUBMODULES = (
@@ -195,7 +194,6 @@ _SUBMODULES = (
     "networks",
     "normalizers",
     "parallel",
-    "reporting",
     "spaces",
     "storages",
     "train",

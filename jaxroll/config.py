@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll._toml import toml_key, toml_value
-from jaxroll.reporting._format import near_matches
+from jaxroll.train.text import near_matches
 
 MAX_SEED = 2**31 - 1
 GIVEN = "given:"  # before the name of an environment that no config can make, only be given

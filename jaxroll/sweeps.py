@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from jaxroll import train as train_lib
 from jaxroll.agents.base import TrainState
-from jaxroll.reporting import History
-from jaxroll.reporting._format import near_matches
+from jaxroll.train.history import History
+from jaxroll.train.text import near_matches
 from jaxroll.types import Array, Node, PyTree
 
 MAX_SEED = 2**31 - 1

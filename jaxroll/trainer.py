@@ -14,8 +14,8 @@ from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
 from jaxroll.envs import make_env
 from jaxroll.minibatches import divisors
-from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep
+from jaxroll.train.history import History
 from jaxroll.train.options import check_budget, check_eval_env
 from jaxroll.train.programs import check_traces, make_program
 from jaxroll.types import Rollout

@@ -22,7 +22,7 @@ from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
 from jaxroll.cli.train import claim_directory
 from jaxroll.config import Config
-from jaxroll.reporting import History
+from jaxroll.train import History
 
 TINY = [
     *("--num-envs", "4", "--num-train-steps", "256", "--set", "num_steps=8"),

@@ -24,7 +24,7 @@ TIERS = [
         "optimizers",
         "metrics",
     },
-    {"storages", "networks", "envs", "learners", "parallel", "checkpoints", "reporting"},
+    {"storages", "networks", "envs", "learners", "parallel", "checkpoints"},
     {"collectors", "export"},
     {"agents"},
     {"train"},

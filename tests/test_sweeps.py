@@ -8,9 +8,8 @@ import pytest
 
 import jaxroll
 from jaxroll import parallel
-from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep, sweep
-from jaxroll.train import programs
+from jaxroll.train import History, programs
 
 SMALL = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,), "num_mini_batch": 2, "num_epochs": 1}
 OPTIONS = {"progress": "silent", "log_interval": 32}

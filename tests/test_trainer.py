@@ -8,7 +8,7 @@ import jaxroll
 from jaxroll.checkpoints import LockedError, MismatchError, RunLock
 from jaxroll.config import Config
 from jaxroll.envs.wrappers import TimeLimit
-from jaxroll.reporting import History
+from jaxroll.train import History
 from jaxroll.trainer import DistributedTrainer
 
 HYPERPARAMETERS = {

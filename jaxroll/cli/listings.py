@@ -7,7 +7,7 @@ import textwrap
 
 from jaxroll.cli.parser import UsageError
 from jaxroll.config import DECAYING
-from jaxroll.reporting._format import near_matches
+from jaxroll.train.text import near_matches
 
 
 def agents_command(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jaxroll._version import __version__
 from jaxroll.config import settings
-from jaxroll.reporting._format import near_matches
+from jaxroll.train.text import near_matches
 
 EXIT_CODES = {
     "done": 0,

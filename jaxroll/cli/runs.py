@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxroll.cli.parser import UsageError
 from jaxroll.config import Config
-from jaxroll.reporting._format import format_mean, near_matches
+from jaxroll.train.text import format_mean, near_matches
 
 
 def eval_command(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def plot_command(args: argparse.Namespace) -> int:
             there = [str(p) for p in parent.iterdir()] if parent.is_dir() else []
             hint = near_matches(name, there) if there else ""
             raise UsageError(f"there is no run at {name}. {hint}".strip())
-    from jaxroll.reporting import plot_runs
+    from jaxroll.train.plot import plot_runs
 
     runs = _with_rows(runs)
     default = Path(runs[0]) / "curve.png" if len(runs) == 1 and Path(runs[0]).is_dir() else None

@@ -17,7 +17,7 @@ from jaxroll._version import __version__
 from jaxroll.cli.parser import UsageError
 from jaxroll.cli.startup import start
 from jaxroll.config import Config, merge, parse_value
-from jaxroll.reporting._format import format_mean, near_matches
+from jaxroll.train.text import format_mean, near_matches
 from jaxroll.trainer import DistributedTrainer
 
 _FLAGS = ("num_train_steps", "seed", "num_seeds", "devices", "reduction", "num_envs", "num_actors")
@@ -224,7 +224,7 @@ def _summary(
 def _draw(out: Path, history: Any) -> Path | None:
     if "episode_return" not in history:  # no episode has ended
         return None
-    from jaxroll.reporting import plot_runs
+    from jaxroll.train.plot import plot_runs
 
     plot_runs(out, "episode_return", out=out / "curve.png")
     return out / "curve.png"

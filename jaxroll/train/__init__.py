@@ -3,13 +3,21 @@
 import importlib
 
 _HOME = {
+    "CsvLogger": "logging",
     "Event": "loop",
+    "History": "history",
+    "JsonlLogger": "logging",
+    "Loggers": "logging",
     "NonFiniteError": "loop",
+    "Progress": "progress",
+    "TensorBoardLogger": "logging",
     "best_checkpoint": "states",
     "describe": "states",
     "episode_means": "evaluation",
     "evaluate": "evaluation",
     "load": "states",
+    "make_loggers": "logging",
+    "plot_runs": "plot",
     "save": "states",
     "train": "loop",
 }

@@ -21,8 +21,9 @@ from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
 from jaxroll.counts import count_value
 from jaxroll.learners import check_reduction
-from jaxroll.reporting import History, Progress, make_loggers
 from jaxroll.train.evaluation import evaluation_columns
+from jaxroll.train.history import History
+from jaxroll.train.logging import make_loggers
 from jaxroll.train.options import (
     as_callbacks,
     as_loggers,
@@ -33,6 +34,7 @@ from jaxroll.train.options import (
     has_steps,
 )
 from jaxroll.train.programs import check_traces, make_program
+from jaxroll.train.progress import Progress
 from jaxroll.train.schedule import Schedule, next_pace
 from jaxroll.train.signals import Interrupts
 from jaxroll.train.states import BEST_KEY, describe, policy_of

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
 from jaxroll.envs.base import HostEnvSpec
-from jaxroll.reporting import make_loggers
 from jaxroll.spaces import shows_alike
+from jaxroll.train.logging import make_loggers
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
 

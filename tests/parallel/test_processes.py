@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxroll import parallel
-from jaxroll.reporting import History
+from jaxroll.train import History
 from tests.agents.agent_toys import leaves_equal
 from tests.parallel.spread_agents import AGENTS
 

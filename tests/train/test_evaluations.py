@@ -9,9 +9,8 @@ import pytest
 
 from jaxroll import DistributedTrainer, collectors, make_env, spaces
 from jaxroll.envs import autoreset
-from jaxroll.reporting import History
 from jaxroll.sweeps import Sweep, SweepResult
-from jaxroll.train import evaluation
+from jaxroll.train import History, evaluation
 from tests.agents.agent_toys import CLOCK, DRIFT, init, small
 
 

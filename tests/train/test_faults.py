@@ -29,8 +29,8 @@ from jaxroll.checkpoints import (
     RunLock,
 )
 from jaxroll.cli import _is_ours
-from jaxroll.reporting.loggers import read_jsonl
 from jaxroll.train import loop
+from jaxroll.train.logging import read_jsonl
 from tests.agents.agent_toys import CLOCK, DRIFT, Poison, leaves_equal, small
 from tests.train.fault_run import AGENTS, LOG_EVERY, STEPS_PER_ITERATION
 

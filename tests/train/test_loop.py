@@ -13,8 +13,7 @@ from jaxroll import PPO, make_env
 from jaxroll.checkpoints import Checkpointer, NoCheckpointError
 from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
-from jaxroll.reporting import History, JsonlLogger
-from jaxroll.train import loop, programs, states
+from jaxroll.train import History, JsonlLogger, loop, programs, states
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 

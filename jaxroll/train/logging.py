@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxroll.reporting._files import Appended, replace_file
-from jaxroll.reporting._format import near_matches
+from jaxroll.train.files import Appended, replace_file
+from jaxroll.train.text import near_matches
 
 Row = Mapping[str, Any]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxroll.reporting import History, JsonlLogger, plot_runs
-from jaxroll.reporting.plots import _apart, take_together
+from jaxroll.train import History, JsonlLogger, plot_runs
+from jaxroll.train.plot import _apart, take_together
 
 
 def run(seed=0, num_rows=40, total=1_000_000, **extra):

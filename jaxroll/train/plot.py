@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxroll.reporting._format import format_count, near_matches
-from jaxroll.reporting.history import History
-from jaxroll.reporting.runs import load_curves
+from jaxroll.train.history import History
+from jaxroll.train.runs import load_curves
+from jaxroll.train.text import near_matches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -223,27 +223,12 @@ def _draw(axis: Axes, curves: Mapping[str, Curve], styles: Mapping[str, Any], sh
 
 
 def _dress(axis: Axes, x: str, name: str) -> None:
-    from matplotlib.ticker import Formatter, MaxNLocator
-
-    class CountFormatter(Formatter):
-        """1M instead of 1e6, with as many digits as tell the ticks apart."""
-
-        def __call__(self, value: float, pos: int | None = None) -> str:
-            return format_count(value).replace("-", "−")
-
-        def format_ticks(self, values: Any) -> list[str]:
-            texts: list[str] = []
-            for digits in range(3, 10):
-                texts = [format_count(value, digits).replace("-", "−") for value in values]
-                if len(set(texts)) == len(values):
-                    break
-            return texts
+    from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
     axis.set_xlabel(_TITLES.get(x, x.replace("_", " ")))
     axis.set_ylabel(_TITLES.get(name, name.replace("_", " ")))
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
-        side.set_major_formatter(CountFormatter())
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#B0B0B0")
     axis.tick_params(color="#B0B0B0", labelcolor=_GREY)
@@ -253,6 +238,10 @@ def _dress(axis: Axes, x: str, name: str) -> None:
     axis.set_axisbelow(True)
     axis.margins(x=0.01)
     left, right = axis.get_xlim()
+    if right - left > right / 100:  # else the letters would hide what tells ticks apart
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1M instead of 1e6
+    else:
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if 0 < left < 0.2 * right:  # a run that starts at the start, not a part of one
         axis.set_xlim(left=0)
     if name in _FROM_ZERO and axis.get_ylim()[0] >= 0:

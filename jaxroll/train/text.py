@@ -1,37 +1,63 @@
-"""Numbers as people read them, and near matches for names that are not there."""
+"""Numbers as people read them, text that any output can print, and near matches of names."""
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import math
 from collections.abc import Iterable
+from typing import IO
+
+_PLAIN = {"…": "...", "±": "+/-", "–": "-", "−": "-", "×": "x", "≥": ">=", "≤": "<=", "λ": "lambda"}
 
 
-def format_count(value: float, digits: int = 3) -> str:
-    """A few significant digits and a letter.
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in text), error.end
+
+
+codecs.register_error("jaxroll.plain", _plain)
+
+
+def printable(text: str, stream: IO[str]) -> str:
+    """The text with the characters that the stream's encoding lacks written in ASCII.
+
+    Example:
+      >>> import io
+      >>> printable("490 ± 10 …", io.TextIOWrapper(io.BytesIO(), "ascii"))
+      '490 +/- 10 ...'
+    """
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, "jaxroll.plain").decode(encoding)
+    except LookupError:  # an encoding that Python does not know
+        return text.encode("ascii", "jaxroll.plain").decode()
+
+
+def format_count(value: float) -> str:
+    """Three significant digits and a letter.
 
     Example:
       >>> [format_count(x) for x in (0, 950, 1500, 999_999, 12_345_678, 3e9)]
       ['0', '950', '1.5k', '1M', '12.3M', '3B']
     """
-    value = float(f"{value:.{digits}g}")  # rounded first: 999,999 is a million
+    value = float(f"{value:.3g}")  # rounded first: 999,999 is a million
     exponent = 0
     while abs(value) >= 1000 and exponent < 4 and math.isfinite(value):
         value, exponent = value / 1000, exponent + 1
-    text = f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
-    return text + ("", "k", "M", "B", "T")[exponent]
+    return f"{value:.4g}" + ("", "k", "M", "B", "T")[exponent]
 
 
-def format_duration(seconds: float) -> str:
-    """A time span, from tenths of a second to days.
+def format_seconds(seconds: float) -> str:
+    """A time span.
 
     Example:
-      >>> [format_duration(s) for s in (0.25, 12.34, 75, 3661, 200_000)]
-      ['0.2 s', '12.3 s', '1:15', '1:01:01', '2 d 7:33:20']
+      >>> [format_seconds(s) for s in (0.25, 12.34, 75, 3661)]
+      ['0.2 s', '12.3 s', '1:15', '1:01:01']
     """
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    return format_clock(seconds)
+    return f"{seconds:.1f} s" if seconds < 59.95 else format_clock(seconds)
 
 
 def format_clock(seconds: float) -> str:
@@ -43,9 +69,6 @@ def format_clock(seconds: float) -> str:
     """
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days} d {hour}:{minute:02}:{second:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
@@ -61,15 +84,7 @@ def format_number(value: float) -> str:
         return str(value)
     if size >= 1e7 or 0 < size < 1e-3:
         return f"{value:.2e}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return (
-        f"{value:.1f}"
-        if size >= 100
-        else f"{value:.2f}"
-        if size >= 1 or not size
-        else f"{value:.3f}"
-    )
+    return f"{value:,.{_decimals(size)}f}"
 
 
 def format_mean(mean: float, spread: float) -> str:
@@ -82,8 +97,13 @@ def format_mean(mean: float, spread: float) -> str:
     text = format_number(mean)
     if "e" in text or not math.isfinite(mean):
         return f"{text} ± {format_number(spread)}"
-    decimals = len(text.partition(".")[2])
-    return f"{text} ± {spread:,.{decimals}f}"
+    return f"{text} ± {spread:,.{_decimals(abs(mean))}f}"
+
+
+def _decimals(size: float) -> int:
+    if size >= 1000:
+        return 0
+    return 1 if size >= 100 else 2 if size >= 1 or not size else 3
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxroll.reporting.history import History
+from jaxroll.train.history import History
 
 _NOT_THE_EXPERIMENT = {"seed", "out", "name", "checkpoint_dir", "directory"}
 

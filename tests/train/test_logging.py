@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxroll.reporting import CsvLogger, History, JsonlLogger, TensorBoardLogger, make_loggers
+from jaxroll.train import CsvLogger, History, JsonlLogger, TensorBoardLogger, make_loggers
 
 
 def row(step):

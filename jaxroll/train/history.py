@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxroll.reporting._format import format_number, near_matches
-from jaxroll.reporting.loggers import plain_row, read_jsonl
+from jaxroll.train.logging import plain_row, read_jsonl
+from jaxroll.train.text import format_number, near_matches
 
 _SHOWN = 4  # rows at either end of a printed history
 
@@ -136,7 +136,7 @@ class History:
         Returns:
           The matplotlib Figure; as the last value of a notebook's cell it shows itself.
         """
-        from jaxroll.reporting.plots import plot_runs
+        from jaxroll.train.plot import plot_runs
 
         return plot_runs([self], names or None, ax=ax, **options)
 

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxroll.reporting import History, JsonlLogger
+from jaxroll.train import History, JsonlLogger
 
 
 @pytest.fixture

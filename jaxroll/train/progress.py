@@ -1,0 +1,432 @@
+"""A live view of long work: a bar in a terminal or a notebook, plain lines elsewhere, or nothing.
+
+The bar is drawn by its own thread, so that it moves on while the first compilation or a long
+dispatch holds the caller; `update` only stores a few numbers. It goes to stderr: what a program
+prints to stdout stays clean. On several processes, `enabled` is for the first only.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import html
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TextIO
+
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from jaxroll.checks import check_choice
+from jaxroll.train.text import (
+    format_clock,
+    format_count,
+    format_mean,
+    format_number,
+    format_seconds,
+    printable,
+)
+
+Mode = Literal["auto", "bar", "lines", "silent"]
+_WINDOW = 20.0  # seconds over which the speed is measured
+
+
+class Progress:
+    """Steps done, steps/s, time left and a few numbers, while the work goes on.
+
+    Args:
+      total_steps: where the work ends.
+      description: what is being done, such as "ppo CartPole-v1".
+      start: the step where this process starts; more than 0 after a resume.
+      mode: "bar", "lines" (a line every few seconds), "silent", or "auto": a bar in a terminal
+        and in a notebook, else lines. Without a stderr, as under cron: silent.
+      enabled: False shows nothing; pass `jax.process_index() == 0` on several processes.
+      file: where to write; None: stderr.
+      clock: seconds; another one is for tests.
+
+    Example:
+      >>> with Progress(100, description="demo", mode="lines", file=sys.stdout) as progress:
+      ...     with progress.status("compiling"):
+      ...         pass
+      ...     progress.update(100, episode_return=[480.0, 500.0])  # doctest: +ELLIPSIS
+      demo: compiling …
+      demo: 100 steps in ... s (... steps/s), return 490.0 ± 10.0
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        description: str = "",
+        start: int = 0,
+        mode: Mode = "auto",
+        enabled: bool = True,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        check_choice("mode", mode, ("auto", "bar", "lines", "silent"))
+        if total_steps < 0 or start < 0:
+            raise ValueError(
+                f"total_steps and start must be at least 0, got {total_steps} and {start}."
+            )
+        self.total_steps = int(total_steps)
+        self.step = self.start = int(start)
+        self.description = description
+        self.numbers: dict[str, str] = {}  # name → text, newest values
+        self.current_status: str | None = None
+        self._clock = clock
+        self._began = self._status_since = clock()
+        self._held: dict[str, float] = {}  # seconds under each status, which count for no speed
+        self._untimed = 0  # steps done under a status
+        self._samples = collections.deque([(0.0, self.step)])  # (working seconds, step)
+        self._view = _make_view(self, mode if enabled else "silent", file)
+
+    def __enter__(self) -> Progress:
+        self._began = self._status_since = self._clock()
+        self._view.start()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: Any) -> None:
+        self.close(failed=exc_type is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Leave one final line in place of the live view."""
+        self._set_status(None)
+        # A closed terminal must not turn a finished run into a failed one.
+        with contextlib.suppress(OSError, ValueError):
+            self._view.stop(self.final_line(failed=failed))
+
+    def update(self, step: int, **numbers: Any) -> None:
+        """Say how far the work is; takes microseconds. Ends a status.
+
+        Args:
+          step: steps done so far, `start` included.
+          **numbers: host numbers to show beside the bar. Arrays, such as one return for each
+            seed, show as mean ± standard deviation; None and NaN leave the last value.
+        """
+        texts = {_label(name): _summary(value) for name, value in numbers.items()}
+        self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
+        done, self.step = int(step) - self.step, int(step)
+        held = self.current_status is not None
+        self._set_status(None)
+        seconds = self._working_seconds()
+        if held and done:  # how long the steps themselves took is not known
+            self._untimed += done
+            self._samples.clear()
+        # Frequent updates share a sample.
+        elif len(self._samples) > 1 and seconds - self._samples[-2][0] < _WINDOW / 256:
+            self._samples.pop()
+        self._samples.append((seconds, self.step))
+        while len(self._samples) > 2 and seconds - self._samples[0][0] > _WINDOW:
+            self._samples.popleft()
+        self._view.changed()
+
+    def begin(self, step: int, *, resumed: bool = False) -> None:
+        """Say that preparations are over, and the work itself begins at this step.
+
+        Args:
+          step: where it begins.
+          resumed: whether another process did the steps before it.
+        """
+        self._set_status(None)
+        self._untimed += int(step) - self.step
+        self.step = int(step)
+        if resumed:
+            self.start, self._untimed = self.step, 0
+        self._samples = collections.deque([(self._working_seconds(), self.step)])
+        self._view.changed()
+
+    def status(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Show what holds the work up, with a clock, until the next `update` or the end of `with`.
+
+        Its time does not count for steps/s; the final line names it.
+
+        Example:
+          >>> progress = Progress(10, mode="silent")
+          >>> with progress.status("evaluating"):
+          ...     progress.current_status
+          'evaluating'
+          >>> progress.current_status is None
+          True
+        """
+        self._set_status(text)
+        self._view.changed()
+        return self._until_exit()
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        with contextlib.suppress(OSError, ValueError):
+            self._view.message(text)
+
+    @property
+    def fraction(self) -> float:
+        """Part of the work that is done, between 0 and 1."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else 1.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._began
+
+    def rate(self) -> float | None:
+        """Steps per second over the last seconds; None before it is known."""
+        samples = self._samples.copy()  # the bar's thread asks too
+        (t0, s0), (t1, s1) = samples[0], samples[-1]
+        return (s1 - s0) / (t1 - t0) if t1 > t0 and s1 > s0 else None
+
+    def parts(self) -> dict[str, str]:
+        """What to show, by name: description, percent, count, rate, left, numbers or status."""
+        count = f"{format_count(self.step)}/{format_count(self.total_steps)} steps"
+        percent = f"{math.floor(100 * self.fraction):3d}%"
+        parts = {"description": self.description, "percent": percent, "count": count}
+        status, since = self.current_status, self._status_since
+        if status is not None:
+            parts["status"] = f"{status} {format_clock(self._clock() - since)}"
+        elif (rate := self.rate()) is not None:
+            # Between rare updates the time left goes on counting down.
+            since_update = self._working_seconds() - self._samples[-1][0]
+            left = (self.total_steps - self.step) / rate - since_update
+            parts["rate"] = f"{format_count(rate)} steps/s"
+            parts["left"] = f"{format_clock(max(0.0, left))} left"
+        for i, (name, text) in enumerate(self.numbers.items()):
+            parts[f"number{i or ''}"] = f"{name} {text}"
+        return parts
+
+    def line(self) -> str:
+        """The parts on one plain line."""
+        parts = self.parts()
+        head = parts.pop("description")
+        rest = "  ".join(part.strip() for part in parts.values())
+        return f"{head}: {rest}" if head else rest
+
+    def final_line(self, failed: bool = False) -> str:
+        """What stays at the end: steps, their time and speed, other times, newest numbers."""
+        count = f"{self.step:,} steps"
+        if failed or self.step < self.total_steps:
+            count = f"{self.step:,} of {self.total_steps:,} steps"
+        if failed:
+            count = f"stopped at {count}"
+        if self.start:
+            count += f" ({self.step - self.start:,} of them now)"
+        seconds = self._working_seconds()
+        timed = self.step - self.start - self._untimed
+        rate = f" ({format_count(timed / seconds)} steps/s)" if timed > 0 and seconds > 0 else ""
+        head = f"{self.description}: " if self.description else ""
+        others = [f"{s} {format_seconds(t)}" for s, t in self._held.items() if t >= 0.05]
+        others += [f"{name} {text}" for name, text in self.numbers.items()]
+        return ", ".join([f"{head}{count} in {format_seconds(seconds)}{rate}", *others])
+
+    def _working_seconds(self) -> float:
+        """Since the start, without what passed under a status."""
+        now = self._clock() if self.current_status is None else self._status_since
+        return now - self._began - sum(self._held.values())
+
+    def _set_status(self, text: str | None) -> None:
+        now = self._clock()
+        if self.current_status is not None:
+            held = self._held.get(self.current_status, 0.0) + now - self._status_since
+            self._held[self.current_status] = held
+        self.current_status, self._status_since = text, now
+
+    @contextlib.contextmanager
+    def _until_exit(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._set_status(None)
+            self._view.changed()
+
+
+class _Silent:
+    """Where a `Progress` shows itself: nowhere."""
+
+    def start(self) -> None: ...
+    def changed(self) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self, final_line: str) -> None: ...
+
+
+class _Lines(_Silent):
+    """Plain lines: the first after 5 seconds, then every 5 to 60, rarer as the run gets longer."""
+
+    def __init__(self, progress: Progress, stream: TextIO):
+        self._progress, self._stream = progress, stream
+        self._last, self._status = 0.0, None
+
+    def changed(self) -> None:
+        progress, before = self._progress, self._status
+        self._status, elapsed = progress.current_status, progress.elapsed
+        if self._status is not None and self._status != before and not progress.numbers:
+            head = f"{progress.description}: " if progress.description else ""
+            self.message(f"{head}{self._status} …")
+        elif self._status is None and elapsed - self._last >= min(60.0, max(5.0, elapsed / 20)):
+            self._last = elapsed
+            self.message(progress.line())
+
+    def message(self, text: str) -> None:
+        # A log file that cannot be written to, or is closed, must not end the run.
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(text, self._stream), file=self._stream, flush=True)
+
+    def stop(self, final_line: str) -> None:
+        self.message(final_line)
+
+
+class _Console(rich.console.Console):
+    def show_cursor(self, show: bool = True) -> bool:
+        return False  # never hidden: then there is nothing to restore, not even after kill -9
+
+
+class _Texts(rich.progress.ProgressColumn):
+    """Those of the progress's texts that fit beside a bar: its description, or all others."""
+
+    def __init__(self, progress: Progress, console: rich.console.Console, description: bool):
+        super().__init__(rich.table.Column(no_wrap=True))
+        self._progress, self._console, self._description = progress, console, description
+
+    def render(self, task: rich.progress.Task) -> rich.text.Text:
+        task.completed = self._progress.fraction
+        parts = self._progress.parts()
+        parts = {k: printable(part, self._console.file) for k, part in parts.items()}
+        numbers = [name for name in parts if name.startswith("number")]
+        dropped = [*reversed(numbers[1:]), "count", "rate", "description", "number", "left"]
+        while sum(len(part) + 2 for part in parts.values()) > self._console.width - 10 and dropped:
+            parts.pop(dropped.pop(0), None)
+        description = parts.pop("description", "")
+        if self._description:
+            return rich.text.Text(description, "bold")
+        return rich.text.Text("  ".join(parts.values()))
+
+
+class _Bar(_Silent):
+    """One line at the bottom of a terminal; what is printed meanwhile appears above it."""
+
+    def __init__(self, progress: Progress, stream: TextIO):
+        self._stream = stream
+        self._console = _Console(
+            file=stream, force_terminal=True, force_jupyter=False, highlight=False
+        )
+        self._bar = rich.progress.Progress(
+            _Texts(progress, self._console, description=True),
+            rich.progress.BarColumn(None, complete_style="cyan", finished_style="cyan"),
+            _Texts(progress, self._console, description=False),
+            console=self._console,
+            refresh_per_second=5,
+            transient=True,
+            # stdout may be a file or a pipe while stderr is the terminal: leave it alone then.
+            redirect_stdout=_same_terminal(sys.stdout, stream),
+            redirect_stderr=_same_terminal(sys.stderr, stream),
+        )
+        self._bar.add_task("", total=1.0)
+        self.start = self._bar.start
+
+    def message(self, text: str) -> None:
+        self._console.print(printable(text, self._stream), markup=False, soft_wrap=True)
+
+    def stop(self, final_line: str) -> None:
+        self._bar.stop()
+        self.message(final_line)
+        self._stream.flush()
+
+
+class _Notebook(_Silent):
+    """One line of HTML below a notebook's cell, in the end replaced by plain text.
+
+    An updatable display, not a widget: a saved notebook then holds the final line, which every
+    viewer shows, and ipywidgets is not needed.
+    """
+
+    def __init__(self, progress: Progress):
+        self._progress, self._handle = progress, None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxroll-progress", daemon=True)
+
+    def start(self) -> None:
+        from IPython.display import display
+
+        self._handle: Any = display(self._bundle(), raw=True, display_id=True)
+        self._thread.start()
+
+    def message(self, text: str) -> None:
+        print(text)
+
+    def stop(self, final_line: str) -> None:
+        self._done.set()
+        if self._handle is not None:
+            self._thread.join()
+            self._handle.update({"text/plain": final_line}, raw=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(0.5):
+            with contextlib.suppress(Exception):  # a front end that went away
+                self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        parts = self._progress.parts()
+        head = html.escape(parts.pop("description"))
+        rest = html.escape(" · ".join(part.strip() for part in parts.values()))
+        style = "font-variant-numeric: tabular-nums; white-space: nowrap"
+        bar = f'<progress value="{self._progress.fraction:.4f}" max="1"></progress>'
+        page = f'<div style="{style}"><b>{head}</b> {bar} {rest}</div>'
+        return {"text/plain": self._progress.line(), "text/html": page}
+
+
+def _make_view(progress: Progress, mode: Mode, file: TextIO | None) -> _Silent:
+    notebook = file is None and _in_notebook()
+    # In a notebook stderr is shown like an error; plain lines belong to stdout there.
+    stream = file if file is not None else sys.stdout if notebook else sys.stderr
+    if mode == "silent" or stream is None:  # a process may have been started without a stderr
+        return _Silent()
+    if mode != "lines" and notebook:
+        return _Notebook(progress)
+    if mode == "bar" or (mode == "auto" and _is_terminal(stream)):
+        return _Bar(progress, stream)
+    return _Lines(progress, stream)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    except ValueError:  # closed
+        return False
+
+
+def _same_terminal(stream: Any, terminal: TextIO) -> bool:
+    """Whether what is written to `stream` would land in the middle of the bar."""
+    try:
+        return stream is terminal or os.ttyname(stream.fileno()) == os.ttyname(terminal.fileno())
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this code; a terminal IPython has no kernel."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython  # pyright: ignore[reportPrivateImportUsage]
+
+    return hasattr(get_ipython(), "kernel")
+
+
+def _label(name: str) -> str:
+    return name.replace("episode_", "").replace("_", " ")
+
+
+def _summary(value: Any) -> str | None:
+    """A number as text; several as mean ± spread; None if there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, float | int):
+        values = np.asarray(value, np.float64)
+        values = values[np.isfinite(values)]
+        if values.size > 1:
+            return format_mean(float(values.mean()), float(values.std()))
+        value = float(values[0]) if values.size else math.nan
+    return None if math.isnan(value) else format_number(float(value))
