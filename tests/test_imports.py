@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
     {"_version", "checks"},
     {"_toml", "types", "spaces"},
-    {"sums", "counts"},
+    {"sums", "counts", "varying"},
     {
         "estimators",
         "minibatches",

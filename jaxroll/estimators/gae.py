@@ -6,7 +6,7 @@ stops the bootstrap, `truncated` stops only the trace.
 
 from __future__ import annotations
 
-from jaxroll.estimators import discounts
+from jaxroll.estimators.bootstrap import check_steps, discounted_cumsum, next_values, td_errors
 from jaxroll.types import Array, Targets
 
 
@@ -21,7 +21,6 @@ def gae(
     gae_lambda: Array | float,
     *,
     valid: Array | None = None,
-    unroll: int = 1,
 ) -> Targets:
     """Advantage of each action, looking ahead with exponentially fading trust.
 
@@ -39,9 +38,8 @@ def gae(
       bootstrap_values: [T, B] V(final observation), read only where truncated.
       discount: γ, a scalar or [T, B].
       gae_lambda: λ, a scalar or [T, B]; λₜ weighs what follows step t.
-      valid: [T, B] False where a row is no experience: advantage 0, return = its value, and
+      valid: [T, B] False where a row is not experience: advantage 0, return = its value, and
         a row before it that has not ended bootstraps from its value.
-      unroll: of the scan; 1 is fastest on CPU.
 
     Returns:
       Targets with [T, B] advantages and [T, B] returns = advantages + values.
@@ -54,21 +52,14 @@ def gae(
 
     Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
-    x = discounts.prepare(
-        rewards=rewards,
-        values=values,
-        last_values=last_values,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap_values=bootstrap_values,
-        valid=valid,
-        numbers={"discount": discount, "gae_lambda": gae_lambda},
+    steps = check_steps(
+        rewards, values, last_values, terminated, truncated, bootstrap_values, valid
     )
-
-    errors = discounts.errors(x, discounts.following(x.values, x.last_values))
-    decay = x.discount * x.gae_lambda
-    advantages = discounts.decayed_sums(errors, decay, x, unroll=unroll)
-    return Targets(advantages, advantages + x.values)
+    discount = steps.number("discount", discount)
+    decay = discount * steps.number("gae_lambda", gae_lambda)
+    following, continues = next_values(steps)
+    advantages = discounted_cumsum(td_errors(steps, discount, following), decay, continues)
+    return Targets(advantages, advantages + steps.values)
 
 
 def lambda_returns(
@@ -82,7 +73,6 @@ def lambda_returns(
     trace_lambda: Array | float,
     *,
     valid: Array | None = None,
-    unroll: int = 1,
 ) -> Array:
     """λ-return of each step: the mixture of all n-step returns.
 
@@ -101,15 +91,5 @@ def lambda_returns(
 
     Sutton and Barto, 2018, section 12.1
     """
-    return gae(
-        rewards,
-        values,
-        last_values,
-        terminated,
-        truncated,
-        bootstrap_values,
-        discount,
-        trace_lambda,
-        valid=valid,
-        unroll=unroll,
-    ).returns
+    ends = (terminated, truncated, bootstrap_values)
+    return gae(rewards, values, last_values, *ends, discount, trace_lambda, valid=valid).returns

@@ -1,15 +1,14 @@
 """Retrace: off-policy returns for action values.
 
-Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.discounts`.
+Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.bootstrap`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
-from jaxroll.estimators import discounts
+from jaxroll.estimators.bootstrap import check_steps, discounted_cumsum, next_values, shift
 from jaxroll.types import Array
 
 
@@ -26,8 +25,7 @@ def retrace(
     *,
     trace_lambda: Array | float = 1.0,
     valid: Array | None = None,
-    unroll: int = 1,
-) -> Array:
+) -> jax.Array:
     """Targets for Q(obs[t], action[t]) that are safe however far the policies are apart.
 
         Gₜ = rₜ + γ [Vₜ₊₁ + λ min(1, ρₜ₊₁) (Gₜ₊₁ − Qₜ₊₁)]
@@ -35,17 +33,16 @@ def retrace(
     Args:
       log_rhos: [T, B] log π(aₜ) − log μ(aₜ).
       rewards: [T, B].
-      q_values: [T, B] Q of the action that was taken; its dtype is the result's.
-      expected_values: [T, B] Vₜ, the mean of Q over the learner's policy.
+      q_values: [T, B] Q of the action that was taken.
+      expected_values: [T, B] Vₜ, the learner's mean of Q over actions; its dtype is the result's.
       last_values: [B] the same of the observation after the last step.
       terminated: [T, B] the successor is worth 0.
       truncated: [T, B] or None.
       bootstrap_values: [T, B] V(final observation), read only where truncated.
       discount: γ, a scalar or [T, B].
       trace_lambda: λ, a scalar or [T, B]; λₜ weighs what follows step t.
-      valid: [T, B] False where a row is no experience: its return is its Q, and a row before
+      valid: [T, B] False where a row is not experience: its return is its Q, and a row before
         it that has not ended bootstraps from its expected value.
-      unroll: of the scan; 1 is fastest on CPU.
 
     Returns:
       [T, B] returns.
@@ -57,40 +54,17 @@ def retrace(
 
     Munos et al., 2016, https://arxiv.org/abs/1606.02647
     """
-    x = discounts.prepare(
-        rewards=rewards,
-        q_values=q_values,
-        expected_values=expected_values,
-        log_rhos=log_rhos,
-        last_values=last_values,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap_values=bootstrap_values,
-        valid=valid,
-        numbers={"discount": discount, "trace_lambda": trace_lambda},
-    )
+    ends = (terminated, truncated, bootstrap_values)
+    steps = check_steps(rewards, expected_values, last_values, *ends, valid, name="expected_values")
+    q_values, log_rhos = steps.array("q_values", q_values), steps.array("log_rhos", log_rhos)
+    discount = steps.number("discount", discount)
+    decay = discount * steps.number("trace_lambda", trace_lambda)
 
-    def step(onward: Array, row: Any) -> tuple[Array, Array]:
-        target = row.rewards + row.discount * discounts.after(onward, row)
-        surprise = discounts.only_valid(
-            row.valid, target - row.q_values, jnp.zeros_like(row.q_values)
-        )
-        log_rho = discounts.only_valid(row.valid, row.log_rhos, jnp.zeros_like(row.log_rhos))
-        weight = row.trace * jnp.exp(jnp.minimum(0.0, log_rho))
-        return row.expected_values + weight * surprise, row.q_values + surprise
-
-    return discounts.backward(
-        step,
-        x.last_values,
-        unroll=unroll,
-        log_rhos=x.log_rhos,
-        rewards=x.rewards,
-        q_values=x.q_values,
-        expected_values=x.expected_values,
-        terminated=x.terminated,
-        truncated=x.truncated,
-        bootstrap_values=x.bootstrap_values,
-        discount=x.discount,
-        trace=discounts.one_earlier(x.trace_lambda),
-        valid=x.valid,
-    )
+    following, continues = next_values(steps)
+    errors = steps.rewards + discount * following - q_values
+    if steps.valid is not None:
+        errors = jnp.where(steps.valid, errors, 0)
+        log_rhos = jnp.where(steps.valid, log_rhos, 0)
+    ratios = jnp.exp(jnp.minimum(log_rhos, 0))
+    decay = decay * shift(ratios, jnp.zeros_like(ratios[-1]))
+    return q_values + discounted_cumsum(errors, decay, continues)

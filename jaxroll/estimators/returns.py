@@ -1,17 +1,15 @@
 """Returns without a trace parameter: n-step and discounted.
 
-Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.discounts`.
+Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.bootstrap`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxroll.estimators import discounts
-from jaxroll.estimators.gae import lambda_returns
+from jaxroll.checks import check_count
+from jaxroll.estimators.bootstrap import Element, check_steps, discounted_cumsum, join, next_values
 from jaxroll.types import Array
 
 
@@ -26,13 +24,13 @@ def n_step_returns(
     *,
     n: int,
     valid: Array | None = None,
-) -> Array:
-    """The rewards of the next n steps and the value that stands behind them.
+) -> jax.Array:
+    """The rewards of the next n steps and the value of the state that they lead to.
 
         Gₜ = rₜ + γ rₜ₊₁ + … + γⁿ⁻¹ rₜ₊ₙ₋₁ + γⁿ vₜ₊ₙ
 
-    by n sweeps of Gᵏₜ = rₜ + γ Gᵏ⁻¹ₜ₊₁ from G⁰ = v. Fewer steps are summed where an episode or
-    the rollout ends before; the value is then V(final observation), 0 or `last_values`.
+    Fewer steps are summed where an episode or the rollout ends before; the value is then
+    V(final observation), 0 or `last_values`.
 
     Args:
       rewards: [T, B].
@@ -43,7 +41,7 @@ def n_step_returns(
       bootstrap_values: [T, B] V(final observation), read only where truncated.
       discount: γ, a scalar or [T, B].
       n: how many rewards, at least 1; static.
-      valid: [T, B] False where a row is no experience: its return is its value.
+      valid: [T, B] False where a row is not experience: its return is its value.
 
     Returns:
       [T, B] returns.
@@ -53,42 +51,34 @@ def n_step_returns(
       >>> n_step_returns(r, v, jnp.full(1, 4.0), None, None, None, 0.5, n=2)[:, 0].tolist()
       [3.5, 2.5, 3.0]
     """
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(
-            f"n must be a whole number of steps, at least 1, got {n!r}. Use n=1 for one-step "
-            "targets, or lambda_returns for a mixture of all n."
-        )
-    x = discounts.prepare(
-        rewards=rewards,
-        values=values,
-        last_values=last_values,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap_values=bootstrap_values,
-        valid=valid,
-        numbers={"discount": discount},
+    n = check_count("n", n)
+    steps = check_steps(
+        rewards, values, last_values, terminated, truncated, bootstrap_values, valid
     )
+    discount = steps.number("discount", discount)
+    following, continues = next_values(steps)
+    continues = continues.at[-1].set(False)  # last_values is in `following`
+    one_step = steps.rewards + discount * jnp.where(continues, 0, following)
+    if steps.valid is not None:
+        one_step = jnp.where(steps.valid, one_step, steps.values)
+    if n >= one_step.shape[0]:
+        return discounted_cumsum(one_step, discount, continues)
 
-    if n >= x.rewards.shape[0]:  # every sum runs to an end: one walk instead of T sweeps
-        return lambda_returns(
-            rewards,
-            values,
-            last_values,
-            terminated,
-            truncated,
-            bootstrap_values,
-            discount,
-            1.0,
-            valid=valid,
-        )
+    # n steps are joined from stretches of 1, 2, 4, … steps. What is shifted in from the start of
+    # the rollout never counts, since a stretch that reaches the last row is cut there.
+    def later(stretch: Element, by: int) -> Element:
+        decay, total, continues = (jnp.roll(x, -by, axis=0) for x in stretch)
+        return decay, total, continues
 
-    def sweep(_: Any, returns: Array) -> Array:
-        onward = jnp.concatenate([returns[1:], x.last_values[None]])
-        return discounts.only_valid(
-            x.valid, x.rewards + x.discount * discounts.after(onward, x), x.values
-        )
-
-    return jax.lax.fori_loop(0, n, sweep, x.values)
+    stretch: Element = (jnp.broadcast_to(discount, one_step.shape), one_step, continues)
+    total: Element = (jnp.ones_like(one_step), jnp.zeros_like(one_step), jnp.ones_like(continues))
+    summed, size = 0, 1
+    while summed < n:
+        if n & size:
+            total, summed = join(total, later(stretch, summed)), summed + size
+        stretch, size = join(stretch, later(stretch, size)), size * 2
+    decay, returns, continues = total
+    return returns + decay * jnp.where(continues, jnp.roll(steps.values, -n, axis=0), 0)
 
 
 def discounted_returns(
@@ -100,8 +90,7 @@ def discounted_returns(
     discount: Array | float,
     *,
     valid: Array | None = None,
-    unroll: int = 1,
-) -> Array:
+) -> jax.Array:
     """Sum of all rewards to come, each discounted by its distance.
 
         Gₜ = rₜ + γ Gₜ₊₁
@@ -110,14 +99,13 @@ def discounted_returns(
 
     Args:
       rewards: [T, B].
-      last_values: [B] what stands after the last step; its dtype is the result's.
+      last_values: [B] value of the observation after the last step; its dtype is the result's.
       terminated: [T, B] nothing comes after this step.
       truncated: [T, B] or None.
       bootstrap_values: [T, B] V(final observation), read only where truncated.
       discount: γ, a scalar or [T, B].
-      valid: [T, B] False where a row is no experience. There are no values here that could
-        stand in for it, so it is passed over, as if it were not there; its own return is 0.
-      unroll: of the scan; 1 is fastest on CPU.
+      valid: [T, B] False where a row is not experience. Without values to bootstrap from, such
+        a row is skipped, as if it were not there; its own return is 0.
 
     Returns:
       [T, B] returns.
@@ -126,31 +114,14 @@ def discounted_returns(
       >>> discounted_returns(jnp.ones((3, 1)), jnp.zeros(1), None, None, None, 0.5)[:, 0].tolist()
       [1.75, 1.5, 1.0]
     """
-    x = discounts.prepare(
-        rewards=rewards,
-        last_values=last_values,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap_values=bootstrap_values,
-        valid=valid,
-        numbers={"discount": discount},
-    )
-
-    def step(onward: Array, row: Any) -> tuple[Array, Array]:
-        value = row.rewards + row.discount * discounts.after(onward, row)
-        return (
-            discounts.only_valid(row.valid, value, onward),
-            discounts.only_valid(row.valid, value, jnp.zeros_like(value)),
-        )
-
-    return discounts.backward(
-        step,
-        x.last_values,
-        unroll=unroll,
-        rewards=x.rewards,
-        terminated=x.terminated,
-        truncated=x.truncated,
-        bootstrap_values=x.bootstrap_values,
-        discount=x.discount,
-        valid=x.valid,
-    )
+    steps = check_steps(rewards, None, last_values, terminated, truncated, bootstrap_values, valid)
+    discount = steps.number("discount", discount)
+    following, continues = next_values(steps)  # 0 where the next row's return is added instead
+    x = steps.rewards + discount * following
+    if steps.valid is None:
+        return discounted_cumsum(x, discount, continues)
+    x = jnp.where(steps.valid, x, 0)
+    x = x.at[-1].set(jnp.where(steps.valid[-1], x[-1], steps.last_values))
+    decay = jnp.where(steps.valid, discount, 1)
+    returns = discounted_cumsum(x, decay, continues | ~steps.valid)
+    return jnp.where(steps.valid, returns, 0)

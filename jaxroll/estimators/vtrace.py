@@ -1,6 +1,6 @@
 """V-trace: value targets and policy-gradient advantages from another policy's experience.
 
-Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.discounts`.
+Arrays are time-major, [T, B]; ends are as in `jaxroll.estimators.bootstrap`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxroll.estimators import discounts
+from jaxroll.estimators.bootstrap import (
+    check_steps,
+    discounted_cumsum,
+    next_values,
+    shift,
+    td_errors,
+)
 from jaxroll.types import Array, Targets
 
 
@@ -27,7 +33,6 @@ def vtrace(
     clip_pg_rho: Array | float = 1.0,
     trace_lambda: Array | float = 1.0,
     valid: Array | None = None,
-    unroll: int = 1,
 ) -> Targets:
     """Off-policy corrected targets, with importance weights that are clipped from above.
 
@@ -47,11 +52,10 @@ def vtrace(
       bootstrap_values: [T, B] V(final observation), read only where truncated.
       discount: γ, a scalar or [T, B].
       clip_rho: ρ̄, decides what the values converge to; `jnp.inf` does not clip.
-      clip_c: c̄, how far a surprise is passed back.
+      clip_c: c̄, how far an error is passed back.
       clip_pg_rho: ρ̄_pg, clips the policy gradient's weight.
       trace_lambda: λ, a scalar or [T, B]; λₜ weighs what follows step t.
-      valid: [T, B] False where a row is no experience: advantage 0, return = its value.
-      unroll: of the scan; 1 is fastest on CPU.
+      valid: [T, B] False where a row is not experience: advantage 0, return = its value.
 
     Returns:
       Targets: [T, B] returns (value targets g) and [T, B] advantages (for the policy gradient).
@@ -63,39 +67,26 @@ def vtrace(
 
     Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
     """
-    x = discounts.prepare(
-        rewards=rewards,
-        values=values,
-        log_rhos=log_rhos,
-        last_values=last_values,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap_values=bootstrap_values,
-        valid=valid,
-        numbers={
-            "discount": discount,
-            "clip_rho": clip_rho,
-            "clip_c": clip_c,
-            "clip_pg_rho": clip_pg_rho,
-            "trace_lambda": trace_lambda,
-        },
+    steps = check_steps(
+        rewards, values, last_values, terminated, truncated, bootstrap_values, valid
     )
+    log_rhos = steps.array("log_rhos", log_rhos)
+    discount = steps.number("discount", discount)
+    decay = discount * steps.number("trace_lambda", trace_lambda)
+    clip_rho = steps.number("clip_rho", clip_rho, "> 0", finite=False)
+    clip_c = steps.number("clip_c", clip_c, "> 0", finite=False)
+    clip_pg_rho = steps.number("clip_pg_rho", clip_pg_rho, "> 0", finite=False)
 
-    # An invalid row's ratio may be anything; 0 keeps its gradient finite too.
-    log_rhos = discounts.only_valid(x.valid, x.log_rhos, jnp.zeros_like(x.log_rhos))
-    decay = x.discount * x.trace_lambda
-    errors = discounts.errors(x, discounts.following(x.values, x.last_values))
-    # The barrier has both computed once: the walk and the advantages need them.
-    errors, rhos = jax.lax.optimization_barrier((errors, jnp.exp(log_rhos)))
-    surprises = discounts.decayed_sums(  # g − v
-        jnp.minimum(x.clip_rho, rhos) * errors,
-        decay,
-        x,
-        ratios=rhos,
-        bound=x.clip_c,
-        unroll=unroll,
+    if steps.valid is not None:  # an invalid row's ratio may be anything; its gradient too
+        log_rhos = jnp.where(steps.valid, log_rhos, 0)
+    following, continues = next_values(steps)
+    # The barrier has both computed once: the sums and the advantages need them.
+    errors, rhos = jax.lax.optimization_barrier(
+        (td_errors(steps, discount, following), jnp.exp(log_rhos))
     )
-    behind = discounts.following(surprises, jnp.zeros_like(x.last_values))
-    behind = discounts.nothing_behind(behind, discounts.has_ended(x))
-    advantages = jnp.minimum(x.clip_pg_rho, rhos) * (errors + decay * behind)
-    return Targets(advantages, x.values + surprises)
+    vtrace_errors = discounted_cumsum(  # g − v
+        jnp.minimum(clip_rho, rhos) * errors, decay * jnp.minimum(clip_c, rhos), continues
+    )
+    next_errors = shift(vtrace_errors, jnp.zeros_like(steps.last_values))
+    advantages = errors + decay * jnp.where(continues, next_errors, 0)
+    return Targets(jnp.minimum(clip_pg_rho, rhos) * advantages, steps.values + vtrace_errors)

@@ -43,7 +43,7 @@ def test_eager_equals_jit(name, options):
 
 
 @functools.cache
-def compiled(name):
+def compiled(name, form):
     options = {"n": 2} if name == "n_step_returns" else {}
     return jax.jit(lambda case: call(name, case, **options)), options
 
@@ -64,8 +64,8 @@ def cases(draw):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
-def test_any_flags_on_any_shape(name, case):
-    run, options = compiled(name)
+def test_any_flags_on_any_shape(form, name, case):
+    run, options = compiled(name, form)
     assert_same(run(float32(case)), expected(name, case, **options), rtol=1e-4, atol=1e-4)
 
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from estimator_calls import (
-    KINDS,
     NAMES,
     assert_same,
     call,
@@ -94,12 +93,6 @@ def test_shard_map_over_environments_changes_nothing(name, options, check_vma):
     assert_same(sharded(case), call(name, case, **options), atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "options"), [k for k in KINDS if "n" not in k[1]])
-def test_unroll_is_only_a_matter_of_speed(name, options):
-    case = float32(reference.random_case(np.random.default_rng(20), 7, 3))
-    assert_same(call(name, case, **options, unroll=4), call(name, case, **options), atol=1e-6)
-
-
 # Dtypes.
 
 
@@ -163,9 +156,31 @@ def test_other_bad_input_is_explained():
         jaxroll.gae(R, V.astype(int), LAST, None, None, None, 0.5, 0.5)
     with pytest.raises(ValueError, match=r"rewards must be time-major.*rewards\[None\]"):
         jaxroll.gae(1.0, 1.0, 1.0, None, None, None, 0.5, 0.5)
-    for n in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=r"n must be a whole number of steps, at least 1"):
+    for n, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"n must be (at least 1|an integer), got"):
             jaxroll.n_step_returns(R, V, LAST, None, None, None, 0.5, n=n)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "message"),
+    [
+        ("discount", 1.5, r"discount must be in \[0, 1\], got 1.5"),
+        ("discount", np.nan, r"discount must be a number, got nan"),
+        ("discount", "0.9", r"discount must be a number, got '0.9'"),
+        ("discount", 0.9j, r"discount must be a number, got 0.9j"),
+        ("trace_lambda", -0.1, r"lambda must be in \[0, 1\], got -0.1"),
+        ("rewards", None, r"rewards must be an array of real numbers"),
+        ("rewards", [[1.0], [1.0, 2.0]], r"rewards must be an array"),
+        ("values", np.ones((4, 3), complex), r"values must be an array of real numbers"),
+        ("terminated", "yes", r"terminated must be an array of real numbers or flags"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(field, wrong, message):
+    case = float32(clean_case(0, num_steps=4, num_envs=3, per_row=False))
+    with pytest.raises((TypeError, ValueError), match=message):
+        call("gae", {**case, field: wrong})
+    with pytest.raises(ValueError, match=r"clip_rho must be > 0, got 0\.0"):
+        call("vtrace", case, clip_rho=0.0)
 
 
 def test_constants_may_stand_after_the_rollout_inside_shard_map():
@@ -178,3 +193,21 @@ def test_constants_may_stand_after_the_rollout_inside_shard_map():
         check_vma=True,
     )
     assert jax.jit(fun)(jnp.ones((2, 8)))[:, 0].tolist() == [1.5, 1.0]
+
+
+@each_kind
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_no_loop_over_time_on_accelerators(name, options, platform):
+    case = float32(clean_case(22, num_steps=128, num_envs=2))
+    traced = jax.jit(lambda c: call(name, c, **options)).trace(case)
+    assert "while" not in traced.lower(lowering_platforms=(platform,)).as_text()
+    gradient = jax.jit(jax.grad(lambda v: call(name, {**case, "rewards": v}, **options)[0].sum()))
+    lowered = gradient.trace(case["rewards"]).lower(lowering_platforms=(platform,))
+    assert "while" not in lowered.as_text()
+
+
+def test_gae_for_accelerators_is_few_operations():
+    case = float32(clean_case(22, num_steps=128, num_envs=2, per_row=False))
+    traced = jax.jit(lambda c: call("gae", c)).trace(case)
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("stablehlo.multiply") < 40, lowered.count("stablehlo.multiply")
