@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +19,17 @@ import numpy as np
 from jaxroll.types import PyTree
 
 PEER_LOST = 75  # exit code of a process whose peer is gone: EX_TEMPFAIL, restart to go on
-# What a program's own mistakes begin with: no peer has to do with them.
-_OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "OUT_OF_RANGE")
+# Statuses by which the runtime says that a peer does not answer, whatever the text.
+_LOST_STATUS = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:")
 # Where a dispatch fails at once, the runtime's status comes as a ValueError.
-_LOST_STATUS = ("UNKNOWN: Gloo", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "INTERNAL: Gloo")
+_STATUS = re.compile(r"\s*[A-Z_]+: ")
+# What Gloo, NCCL and the coordination service say when a connection breaks, under any status.
+_LOST_TEXT = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost|timed out)|\bby peer|heartbeat|"
+    r"(socket|pipe) closed|broken pipe|timed out waiting|connectfullmesh|remote process|"
+    r"network error|unhealthy|coordination service",
+    re.IGNORECASE,
+)
 
 
 class PeerLostError(RuntimeError):
@@ -104,11 +112,22 @@ def peer_guard(*, own_process: bool = False) -> Iterator[None]:
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
-    """Whether a runtime error, or what caused it, can be the loss of a peer."""
+    """Whether an error, or what caused it, is the runtime's report of a lost peer.
+
+    Example:
+      >>> is_peer_lost(jax.errors.JaxRuntimeError("UNKNOWN: Gloo: Connection closed by peer"))
+      True
+      >>> is_peer_lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+      False
+    """
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return not str(error).lstrip().startswith(_OWN_FAULTS)
-        if isinstance(error, ValueError) and str(error).startswith(_LOST_STATUS):
+        text = str(error)
+        from_runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
+            isinstance(error, ValueError) and _STATUS.match(text)
+        )
+        # A traceback is that of a Python callback: connections in it are the environment's own.
+        from_runtime = from_runtime and "Traceback (most recent call last)" not in text
+        if from_runtime and (text.lstrip().startswith(_LOST_STATUS) or _LOST_TEXT.search(text)):
             return True
         error = error.__cause__ or error.__context__
     return False

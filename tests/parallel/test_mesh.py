@@ -102,9 +102,40 @@ def test_a_lost_peer_is_told_from_a_fault_of_our_own():
     wrapped.__cause__ = gone
     assert parallel.is_peer_lost(gone)
     assert parallel.is_peer_lost(wrapped)
-    assert not parallel.is_peer_lost(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"))
     assert not parallel.is_peer_lost(ValueError("no"))
     assert parallel.is_peer_lost(ValueError("UNKNOWN: Gloo AllGather failed: reset by peer"))
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("UNAVAILABLE: failed to connect to all addresses", True),
+        ("DEADLINE_EXCEEDED: barrier timed out", True),
+        ("INTERNAL: Gloo all-reduce failed: Connection reset by peer", True),
+        ("INTERNAL: Gloo all-reduce failed: Timed out waiting 30000ms for recv", True),
+        ("FAILED_PRECONDITION: Error dispatching computation: Broken pipe", True),
+        ("INTERNAL: NCCL operation failed: remote process exited", True),
+        ("ABORTED: /job:jax_worker/task:1 stopped sending heartbeats", True),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes", False),
+        ("INVALID_ARGUMENT: buffer was donated", False),
+        ("INTERNAL: Failed to allocate 8 bytes for new constant", False),
+        ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", False),
+        ("INTERNAL: failed to enable peer access between devices", False),
+        ("UNKNOWN: the compiler gave up", False),
+        (
+            "INTERNAL: CpuCallback error: Traceback (most recent call last):\n"
+            "ConnectionResetError: Connection reset by peer",
+            False,
+        ),
+    ],
+)
+def test_only_a_broken_connection_is_a_lost_peer(text, lost):
+    assert parallel.is_peer_lost(jax.errors.JaxRuntimeError(text)) == lost
+
+
+def test_a_users_own_error_is_no_lost_peer():
+    assert not parallel.is_peer_lost(ValueError("the server said: connection reset by peer"))
+    assert not parallel.is_peer_lost(ConnectionResetError("UNAVAILABLE: connection reset by peer"))
 
 
 def many_updates(devices):
