@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxroll.spaces import Space
+from jaxroll.checks import check_array
+from jaxroll.spaces import Space, zeros
 from jaxroll.types import Node, PyTree, TimeStep
 
 
@@ -94,6 +96,9 @@ def draw(env: Any, key: jax.Array) -> PyTree:
     return key if own is None else own(key)
 
 
+_MEMBERS = ("observation_space", "action_space", "reset", "step")
+
+
 def autoreset(env: Any) -> Env:
     """An `Env` from an environment that stops at the end of an episode.
 
@@ -124,6 +129,20 @@ def autoreset(env: Any) -> Env:
       >>> step.obs, step.final_obs, bool(step.terminated)
       (Array([1.], dtype=float32), Array([1.], dtype=float32), False)
     """
+    missing = [name for name in _MEMBERS if not hasattr(env, name)]
+    if missing or isinstance(env, type):
+        got = env if isinstance(env, type) else type(env).__name__
+        lacks = f" without {', '.join(missing)}" if missing else ", a class: make one of it"
+        raise TypeError(
+            f"autoreset needs an environment with {', '.join(_MEMBERS)}; got {got}{lacks}."
+        )
+    try:
+        hash(env)
+    except TypeError:
+        raise TypeError(
+            f"An environment must be hashable, got {type(env).__name__}. Make it a frozen value: "
+            "@dataclasses.dataclass(frozen=True)."
+        ) from None
     return AutoReset(env)
 
 
@@ -144,13 +163,16 @@ class AutoReset:
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Start an episode: (state, obs)."""
-        return self.env.reset(key)
+        """Start an episode: (state, obs), in the dtypes that a step gives if these are wider."""
+        state, obs = self.env.reset(key)
+        # The repr tells 0 from 0.0, which are equal.
+        dtypes = _dtypes_after_step(self.env, repr(self.env), jnp.result_type(float))
+        return jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), (state, obs), dtypes)
 
     def draw(self, key: jax.Array) -> Draws:
         """The step's own key, and the start of the next episode."""
         step_key, reset_key = jax.random.split(key)
-        return Draws(step_key, *self.env.reset(reset_key))
+        return Draws(step_key, *self.reset(reset_key))
 
     def step(self, key: Any, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step, then reset if the episode ended; `key` may be what `draw` gave."""
@@ -170,23 +192,59 @@ def reset_where_done(state: PyTree, step: TimeStep, draws: Draws) -> tuple[PyTre
 
 
 def select(done: jax.Array, new: PyTree, old: PyTree, name: str) -> PyTree:
-    """`new` if done, otherwise `old`, which must be alike; dtypes are those of `new`."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    """`new` if done, otherwise `old`, in the dtypes that hold both."""
+    dtypes = _common_dtypes(new, old, name)
+
+    def pick(x: Any, y: Any, dtype: Any) -> jax.Array:
+        return jax.lax.select(done, jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype))
+
+    return jax.tree.map(pick, new, old, dtypes)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtypes_after_step(env: Any, _repr: str, _float: Any) -> PyTree:
+    """The dtypes of (state, obs), such as both a reset and a step can give them; traced once."""
+
+    def reset_and_step(key: jax.Array) -> tuple:
+        state, obs = env.reset(key)
+        action = jax.tree.map(jnp.asarray, zeros(env.action_space))
+        after, step = _time_step(env.step(key, state, action))
+        return (state, obs), (after, step.obs)
+
+    reset, step = jax.eval_shape(reset_and_step, jax.eval_shape(lambda: jax.random.key(0)))
+    return tuple(_common_dtypes(*both) for both in zip(reset, step, ("state", "observation")))
+
+
+def _common_dtypes(reset: PyTree, step: PyTree, name: str) -> PyTree:
+    """For each leaf the dtype that holds what reset and step gave, or an error that names it."""
+    if jax.tree.structure(reset) != jax.tree.structure(step):
         raise ValueError(
             f"The {name} must have the same structure after reset and after step, got "
-            f"{jax.tree.structure(new)} and {jax.tree.structure(old)}."
+            f"{jax.tree.structure(reset)} and {jax.tree.structure(step)}."
         )
 
-    def pick(path: Any, x: Any, y: Any) -> jax.Array:
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        if x.shape != y.shape:
+    def common(path: Any, x: Any, y: Any) -> Any:
+        if jnp.shape(x) != jnp.shape(y):
             raise ValueError(
                 f"The {name}{jax.tree_util.keystr(path)} must have the same shape after reset "
-                f"and after step, got {x.shape} and {y.shape}."
+                f"and after step, got {jnp.shape(x)} and {jnp.shape(y)}."
             )
-        return jax.lax.select(done, x, y if x.dtype == y.dtype else y.astype(x.dtype))
+        before, after = jnp.result_type(x), jnp.result_type(y)
+        if before == after:
+            return before
+        dtype = jnp.promote_types(before, after)
+        becomes_float = jnp.issubdtype(after, jnp.inexact) and not jnp.issubdtype(
+            before, jnp.inexact
+        )
+        if becomes_float or dtype not in (before, after):
+            raise TypeError(
+                f"The {name}{jax.tree_util.keystr(path)} must keep its dtype, but is {before} "
+                f"after reset and {after} after step. Start with {after} in reset, for instance "
+                f"jnp.{after.name}(0)."
+            )
+        return dtype
 
-    return jax.tree_util.tree_map_with_path(pick, new, old)
+    return jax.tree_util.tree_map_with_path(common, reset, step)
 
 
 def _time_step(out: Any) -> tuple[PyTree, TimeStep]:
@@ -217,6 +275,18 @@ def time_step(
     obs: PyTree, reward: Any, terminated: Any, truncated: Any, info: Any = None
 ) -> TimeStep:
     """A `TimeStep` before any reset: float32 reward, boolean flags, `final_obs` = `obs`."""
+    flags = {"terminated": terminated, "truncated": truncated}
+    for name, value in {"reward": reward, **flags}.items():
+        array = check_array(name, value)
+        if array.shape != ():
+            raise ValueError(
+                f"{name} must be a single value, of shape (), got shape {array.shape}: an "
+                f"environment steps one at a time. Use {name}[0], or {name}.any()."
+            )
+        if name in flags and jnp.issubdtype(array.dtype, jnp.inexact):
+            raise TypeError(
+                f"{name} must be True or False, got {array.dtype}. Use a comparison: {name} > 0."
+            )
     return TimeStep(
         obs=obs,
         reward=jnp.asarray(reward, jnp.float32),

@@ -169,8 +169,9 @@ class VectorHostEnv(HostEnv):
         try:
             obs, reward, terminated, truncated, info = self._envs.step(actions)
             obs = self._read(obs)
-            reward = np.asarray(reward, np.float32)
-            terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
+            reward = self._numbers("reward", reward).astype(np.float32)
+            terminated = self._flags("terminated", terminated)
+            truncated = self._flags("truncated", truncated)
             if self.resets_on_next_step:
                 return self._after_next_step(obs, reward, terminated, truncated)
             done = terminated | truncated
@@ -195,6 +196,25 @@ class VectorHostEnv(HostEnv):
 
     def _reset_envs(self, seed: int) -> tuple[Any, Any]:
         return self._envs.reset(seed=seed)
+
+    def _numbers(self, name: str, value: Any) -> np.ndarray:
+        array = np.asarray(value)
+        if array.shape != (self.num_envs,):
+            raise ValueError(
+                f"{name} must have shape ({self.num_envs},), one for each environment, got "
+                f"{array.shape}."
+            )
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"{name} must be numbers, got {array.dtype}: {value!r}.")
+        return array
+
+    def _flags(self, name: str, value: Any) -> np.ndarray:
+        array = self._numbers(name, value)
+        if array.dtype != bool:
+            if not ((array == 0) | (array == 1)).all():
+                raise TypeError(f"{name} must be True or False, got {value!r}.")
+            array = array.astype(bool)
+        return array
 
     def _after_next_step(
         self, obs: PyTree, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray

@@ -112,7 +112,89 @@ def test_a_wrong_step_is_explained(returned, error, message):
         def step(self, key, state, action):
             return returned(state)
 
-    env = autoreset(Wrong())
-    state, _ = env.reset(jax.random.key(0))
     with pytest.raises(error, match=message):
-        env.step(jax.random.key(1), state, jnp.int32(0))
+        autoreset(Wrong()).reset(jax.random.key(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """Starts and goes on with the given values; the state is also the observation."""
+
+    start: object
+    add: object
+    observation_space = spaces.Box.create(-9, 9, ())
+    action_space = spaces.Discrete(2)
+
+    def reset(self, key):
+        return {"x": jnp.asarray(self.start)}, jnp.float32(0)
+
+    def step(self, key, state, action):
+        return {"x": state["x"] + self.add}, jnp.float32(0), 0.0, False
+
+
+def test_a_float_step_after_an_integer_reset_is_refused_by_the_name_of_its_leaf():
+    env = autoreset(Drift(0, 0.1))
+    with pytest.raises(
+        TypeError, match=r"state\['x'\] must keep its dtype, but is int32 after rese"
+    ):
+        env.reset(jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("start", "add", "dtype"),
+    [
+        (np.int8(0), np.int32(1), np.int32),
+        (np.float32(0), np.int32(1), np.float32),
+        (False, np.int32(1), np.int32),
+    ],
+)
+def test_a_reset_that_is_narrower_than_a_step_is_widened(start, add, dtype):
+    env = autoreset(Drift(start, add))
+    state, _ = env.reset(jax.random.key(0))
+    assert state["x"].dtype == dtype
+    keys = jax.random.split(jax.random.key(1), 3)
+    state, _ = jax.lax.scan(lambda s, k: env.step(k, s, jnp.int32(0)), state, keys)
+    assert state["x"] == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Counter, "a class: make one of it"),
+        (3, "got int without observation_space, action_space, reset, step"),
+    ],
+)
+def test_what_is_no_environment_is_refused(env, message):
+    with pytest.raises(TypeError, match=message):
+        autoreset(env)
+
+
+def test_an_environment_must_be_hashable():
+    class Unhashable(Counter):
+        __hash__ = None  # pyright: ignore
+
+    with pytest.raises(TypeError, match="frozen=True"):
+        autoreset(Unhashable())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            (1.0, jnp.zeros(1, bool)),
+            r"terminated must be a single value, of shape \(\), got .* \(1,\)",
+        ),
+        ((jnp.zeros(2), True), r"reward must be a single value"),
+        ((1.0, jnp.nan), "terminated must be True or False, got float"),
+        ((1.0, None), "terminated must be"),
+        (("1", True), "reward must be"),
+    ],
+)
+def test_rewards_and_flags_of_the_wrong_kind_are_refused(returned, message):
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Counter):
+        def step(self, key, state, action):
+            return state, state, *returned
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        autoreset(Wrong()).reset(jax.random.key(0))

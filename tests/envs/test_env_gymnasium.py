@@ -168,6 +168,30 @@ def test_missing_final_observations_are_an_error():
         envs.step(np.array([0]))
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, np.array(["1", "2"]), "reward must be numbers"),
+        (1, np.zeros((2, 1)), r"reward must have shape \(2,\), one for each environment"),
+        (2, np.array([None, True]), "terminated must be numbers"),
+        (2, np.array([np.nan, 0]), "terminated must be True or False"),
+        (2, np.zeros(1, bool), r"terminated must have shape \(2,\).* got \(1,\)"),
+        (3, [2, 0], "truncated must be True or False"),
+    ],
+)
+def test_rewards_and_flags_that_numpy_would_cast_are_refused(place, value, message):
+    class Wrong(ScriptedVector):
+        def step(self, actions):
+            out = list(super().step(actions))
+            out[place] = value
+            return out
+
+    envs = VectorHostEnv(Wrong(2, "NextStep"))
+    envs.reset(seed=0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        envs.step(np.array([0, 1]))
+
+
 def test_specs_are_values_with_spaces_and_keep_nothing_open():
     spec = make_env("gymnasium:CartPole-v1")
     assert spec == make_env("gymnasium:CartPole-v1")
