@@ -296,8 +296,9 @@ def make_policy(
     Args:
       observation_space: vectors and choices (one-hot) go into an MLP, Boxes of three axes
         ([H, W, C], or [C, H, W] for frames of 32 × 32 and more) through convolutions, uint8
-        divided by 255; the entries of a Dict are embedded and concatenated. A Dict's entry
-        "action_mask" (bool, true where allowed; all choices side by side) masks the distribution.
+        divided by the `high` of its Box; the entries of a Dict are embedded and concatenated. A
+        Dict's entry "action_mask" (bool, true where allowed; all choices side by side) masks the
+        distribution.
       action_space: see `distribution_for`.
       network: "auto" looks at the observations: "cnn" for images, else "mlp" (which flattens
         images); "lstm" and "gru" add a recurrent core to what "auto" picks.

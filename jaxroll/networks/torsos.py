@@ -77,13 +77,12 @@ class ConvTorso(nn.Module):
     """
 
     dtype: Any = np.dtype("float32")
+    high: float = 255.0  # the largest value of a uint8 image, by which it is divided
 
     @nn.compact
     def __call__(self, image: Array) -> Array:
-        """[N, H, W, C] or [N, C, H, W] → [N, features]; uint8 is divided by 255."""
-        x = image.astype(self.dtype)
-        if image.dtype == jnp.uint8:
-            x = x / 255
+        """[N, H, W, C] or [N, C, H, W] → [N, features]; uint8 is divided by `high`."""
+        x = scaled(image, self.high, self.dtype)
         if is_channels_first(image.shape[1:]):
             x = jnp.moveaxis(x, 1, -1)
         side = min(x.shape[1:3])
@@ -137,6 +136,19 @@ def has_image(space: spaces.Space) -> bool:
     return any(isinstance(part, spaces.Box) and len(part.shape) == 3 for part in parts)
 
 
+def highest_byte(space: LeafSpace) -> float:
+    """The largest value that a uint8 observation of this space has; at least 1."""
+    if not isinstance(space, spaces.Box):
+        return 1.0
+    return float(np.clip(np.max(space.high, initial=1.0), 1.0, 255.0))
+
+
+def scaled(obs: Array, high: float, dtype: Any) -> Array:
+    """Uint8 observations divided by `high`, all others as they are."""
+    x = obs.astype(dtype)
+    return x / high if obs.dtype == jnp.uint8 else x
+
+
 def as_vector(space: LeafSpace, obs: Array, dtype: Any) -> Array:
     """[N, ...] → [N, features]: choices become one-hot, all else is flattened."""
     match space:
@@ -146,8 +158,7 @@ def as_vector(space: LeafSpace, obs: Array, dtype: Any) -> Array:
             parts = [jax.nn.one_hot(obs[:, i], n, dtype=dtype) for i, n in enumerate(nvec)]
             return jnp.concatenate(parts, axis=-1)
         case _:
-            x = obs.reshape(obs.shape[0], -1).astype(dtype)
-            return x / 255 if obs.dtype == jnp.uint8 else x
+            return scaled(obs.reshape(obs.shape[0], -1), highest_byte(space), dtype)
 
 
 class Encoder(nn.Module):
@@ -181,7 +192,7 @@ class Encoder(nn.Module):
                 )
             image = isinstance(space, spaces.Box) and len(space.shape) == 3
             if image and self.convolutional:
-                part = ConvTorso(self.dtype)(x)
+                part = ConvTorso(self.dtype, highest_byte(space))(x)
             else:
                 part = as_vector(space, x, self.dtype)
             if len(entries) > 1:

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jaxroll import distributions, spaces
 from jaxroll.networks import Policy, check_policy, make_decoupled_policy, make_policy
 from jaxroll.networks.cpu_products import convolution, product
-from jaxroll.networks.torsos import Dense, SmallConv
+from jaxroll.networks.torsos import Dense, SmallConv, as_vector
 from jaxroll.types import PolicyOutput
 
 KEY = jax.random.key(0)
@@ -33,10 +33,8 @@ def observations(space, batch, seed=0):
             return jnp.asarray(rng.integers(0, np.asarray(nvec), shape), jnp.int32)
         case spaces.MultiBinary():
             return jnp.asarray(rng.integers(0, 2, shape), jnp.int32)
-        case spaces.Box(dtype=dtype) if np.dtype(dtype).kind in "iub":
-            return jnp.asarray(
-                rng.integers(0, 2 if np.dtype(dtype).kind == "b" else 256, shape), dtype
-            )
+        case spaces.Box(high=high, dtype=dtype) if np.dtype(dtype).kind in "iub":
+            return jnp.asarray(rng.integers(0, int(high) + 1, shape), dtype)
     return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
@@ -180,13 +178,25 @@ def test_dict_entries_all_reach_the_output_and_keep_gradients_finite():
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
-def test_images_of_bytes_are_scaled():
-    small = spaces.Box.create(0, 255, (5, 5, 1), np.uint8)
-    policy, params, obs = prepared(space=small)
-    as_floats = make_policy(spaces.Box.create(0, 1, (5, 5, 1)), COIN, hidden_sizes=(8,))
+@pytest.mark.parametrize("shape", [(5, 5, 1), (5,)], ids=["image", "vector"])
+@pytest.mark.parametrize("high", [255, 1, 7])
+def test_bytes_are_scaled_by_the_high_of_their_space(shape, high):
+    policy, params, obs = prepared(space=spaces.Box.create(0, high, shape, np.uint8))
+    as_floats = make_policy(spaces.Box.create(0, 1, shape), COIN, hidden_sizes=(8,))
     is_first = jnp.zeros(B, bool)
     got = policy.value(params, (), obs[0], is_first)
-    close(got, as_floats.value(params, (), obs[0].astype(jnp.float32) / 255, is_first))
+    close(got, as_floats.value(params, (), obs[0].astype(jnp.float32) / high, is_first))
+
+
+def test_bounds_of_each_entry_scale_bytes_by_the_largest_and_switches_by_one():
+    box = spaces.Box.create(np.zeros(3), np.array([0, 3, 6]), dtype=np.uint8)
+    obs = np.array([[0, 3, 6]], np.uint8)
+    close(as_vector(box, obs, np.float32), [[0, 0.5, 1]])
+    close(
+        as_vector(spaces.MultiBinary(3), np.array([[0, 1, 1]], np.uint8), np.float32), [[0, 1, 1]]
+    )
+    zero = spaces.Box.create(0, 0, (3,), np.uint8)
+    close(as_vector(zero, np.zeros((1, 3), np.uint8), np.float32), np.zeros((1, 3)))
 
 
 @pytest.mark.parametrize("make", [make_policy, make_decoupled_policy])
