@@ -47,6 +47,31 @@ def safe_rows(tree: PyTree, weights: Array | None) -> PyTree:
     return jax.tree.map(clear, tree)
 
 
+def _same_shapes(weights: Array | None, **arrays: PyTree) -> None:
+    """Refuse what would broadcast: [N, 1] − [N] is [N, N], and its sum a number like any other."""
+    leaves, structure = jax.tree.flatten(next(iter(arrays.values())))
+    shape = jnp.shape(leaves[0])
+    for name, tree in arrays.items():
+        if jax.tree.structure(tree) != structure:
+            raise ValueError(
+                f"{', '.join(arrays)} must all be single arrays or dicts of the same streams, got "
+                f"{name} {jax.tree.structure(tree)} instead of {structure}."
+            )
+    if weights is not None:
+        arrays["weights"] = weights
+    for tree in arrays.values():
+        if any(jnp.shape(x) != shape for x in jax.tree.leaves(tree)):
+            got = ", ".join(
+                f"{name}{jax.tree_util.keystr(path)} {list(jnp.shape(x))}"
+                for name, tree in arrays.items()
+                for path, x in jax.tree.leaves_with_path(tree)
+            )
+            raise ValueError(
+                f"{', '.join(arrays)} must have one common shape, [N] or [T, B], got {got}. "
+                "Use x.squeeze(-1) for a last axis of size 1."
+            )
+
+
 def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
     """(Σ w·ℓ, Σ w); entries of weight 0 do not count, whatever they hold.
 
@@ -92,6 +117,7 @@ def clipped_policy_loss(
 
     Schulman et al., 2017, https://arxiv.org/abs/1707.06347
     """
+    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
     log_probs, old_log_probs, advantages = safe_rows(
         (log_probs, *lax.stop_gradient((old_log_probs, advantages))), weights
     )
@@ -117,6 +143,7 @@ def policy_gradient_loss(
       >>> policy_gradient_loss(jnp.array([-0.5]), jnp.array([2.0]))[0]
       Array(1., dtype=float32)
     """
+    _same_shapes(weights, log_probs=log_probs, advantages=advantages)
     log_probs, advantages = safe_rows((log_probs, lax.stop_gradient(advantages)), weights)
     return weighted_sum(-log_probs * advantages, weights)
 
@@ -128,6 +155,7 @@ def value_loss(values: PyTree, returns: PyTree, weights: Array | None = None) ->
       >>> value_loss(jnp.array([1.0, 3.0]), jnp.zeros(2))
       (Array(5., dtype=float32), Array(2., dtype=float32))
     """
+    _same_shapes(weights, values=values, returns=returns)
     values, returns = safe_rows((values, lax.stop_gradient(returns)), weights)
     return _over_streams(lambda v, r: 0.5 * jnp.square(v - r), weights, values, returns)
 
@@ -150,6 +178,7 @@ def clipped_value_loss(
       >>> clipped_value_loss(jnp.ones(1), jnp.zeros(1), jnp.ones(1), clip_epsilon=0.5)[0]
       Array(0.125, dtype=float32)
     """
+    _same_shapes(weights, values=values, old_values=old_values, returns=returns)
     old_values, returns = lax.stop_gradient((old_values, returns))
     values, old_values, returns = safe_rows((values, old_values, returns), weights)
 
@@ -176,6 +205,7 @@ def advantage_loss(
 
     Raileanu & Fergus, 2021, https://arxiv.org/abs/2102.10330
     """
+    _same_shapes(weights, adv_preds=adv_preds, advantages=advantages)
     adv_preds, advantages = safe_rows((adv_preds, lax.stop_gradient(advantages)), weights)
     return weighted_sum(jnp.square(adv_preds - advantages), weights)
 
@@ -187,6 +217,7 @@ def entropy_bonus(entropies: Array, weights: Array | None = None) -> WeightedSum
       >>> entropy_bonus(jnp.array([0.5, 0.7]))[1]
       Array(2., dtype=float32)
     """
+    _same_shapes(weights, entropies=entropies)
     return weighted_sum(safe_rows(entropies, weights), weights)
 
 
@@ -201,6 +232,7 @@ def approximate_kl(
 
     Schulman, 2020, http://joschu.net/blog/kl-approx.html (k3)
     """
+    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs)
     log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
     log_ratio = log_probs - old_log_probs
     return weighted_sum(jnp.expm1(log_ratio) - log_ratio, weights)
@@ -219,6 +251,7 @@ def clip_fraction(
       >>> clip_fraction(jnp.log(jnp.array([1.0, 1.5])), jnp.zeros(2))
       (Array(1., dtype=float32), Array(2., dtype=float32))
     """
+    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs)
     log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
     outside = jnp.abs(jnp.exp(log_probs - old_log_probs) - 1) > clip_epsilon
     return weighted_sum(outside.astype(jnp.float32), weights)
@@ -260,6 +293,7 @@ def explained_variance_sums(
       >>> float(explained_variance_sums(returns, returns).result())
       1.0
     """
+    _same_shapes(weights, values=values, returns=returns)
     values, returns = safe_rows(lax.stop_gradient((values, returns)), weights)
     errors = returns - values
     total, weight = weighted_sum(returns, weights)

@@ -59,6 +59,24 @@ def call(name, data, weights):
     return getattr(losses, name)(*(jnp.asarray(data[f]) for f in fields), weights, **options)
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name][0]) > 1])
+def test_shapes_that_would_broadcast_are_refused(name, weights):
+    for field in CASES[name][0]:
+        with pytest.raises(ValueError, match=r"one common shape.*\[12, 1\].*squeeze"):
+            call(name, {**DATA, field: DATA[field][:, None]}, weights)
+
+
+def test_shapes_of_explained_variance_and_of_streams_are_checked():
+    with pytest.raises(ValueError, match=r"values \[12, 1\], returns \[12\]"):
+        losses.explained_variance_sums(DATA["values"][:, None], DATA["returns"])
+    streams = {"a": DATA["values"], "b": DATA["values"][:, None]}
+    with pytest.raises(ValueError, match=r"values\['b'\] \[12, 1\]"):
+        losses.value_loss(streams, {"a": DATA["returns"], "b": DATA["returns"]})
+    with pytest.raises(ValueError, match="dicts of the same streams"):
+        losses.value_loss(streams, DATA["returns"])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_losses_equal_numpy_and_add_over_parts(name):
     reference = CASES[name][1](DATA)

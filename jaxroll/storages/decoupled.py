@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from jaxroll.storages.rollout import RolloutStorage
 from jaxroll.types import Minibatch, Targets, Transition
@@ -17,7 +18,6 @@ class DecoupledRolloutStorage(RolloutStorage):
     only what one side's loss reads, so that its minibatches gather nothing else.
 
     Example:
-      >>> import numpy as np
       >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.ones(2),
       ...                   terminated=np.zeros(2, bool), log_prob=np.zeros(2), value=np.zeros(2),
       ...                   extras={"adv_pred": np.zeros(2)})
@@ -35,6 +35,11 @@ class DecoupledRolloutStorage(RolloutStorage):
             raise ValueError(
                 f'a DecoupledRolloutStorage needs extras["adv_pred"], the predicted advantage [B], '
                 f'got extras {got}. Write Transition(..., extras={{"adv_pred": ...}}).'
+            )
+        shape, batch = np.shape(extras["adv_pred"]), np.shape(example.terminated)
+        if shape != batch:
+            raise ValueError(
+                f'extras["adv_pred"] must have the shape [B] = {list(batch)}, got {list(shape)}.'
             )
         return super().create(example, num_steps, **options)
 

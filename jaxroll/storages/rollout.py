@@ -491,7 +491,7 @@ def _like(tree: PyTree) -> PyTree:
 def _check_rows(example: Transition, batch: tuple[int, ...]) -> None:
     """What enters a formula is one number, or one flag, for each environment."""
     flags = ("terminated", "truncated", "is_first", "valid")
-    for field in (*flags, "reward", "value", "bootstrap_value"):
+    for field in (*flags, "reward", "value", "bootstrap_value", "log_prob"):
         for x in jax.tree.leaves(getattr(example, field)):
             if np.shape(x) != batch:
                 raise ValueError(

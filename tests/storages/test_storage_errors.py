@@ -74,6 +74,18 @@ def test_adding_something_unlike_the_example_is_explained(change, error, message
             r"reward must have the shape \[B\] = \[3\]",
         ),
         (
+            lambda e: RolloutStorage.create(e.replace(log_prob=np.zeros((3, 1))), 4),
+            ValueError,
+            r"log_prob must have the shape \[B\] = \[3\], got \[3, 1\]",
+        ),
+        (
+            lambda e: DecoupledRolloutStorage.create(
+                e.replace(extras={"adv_pred": np.zeros((3, 1))}), 4
+            ),
+            ValueError,
+            r'extras\["adv_pred"\] must have the shape \[B\] = \[3\], got \[3, 1\]',
+        ),
+        (
             lambda e: RolloutStorage.create(e.replace(terminated=np.zeros(3)), 4),
             TypeError,
             r"terminated must be bool.*astype\(bool\)",
