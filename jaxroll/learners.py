@@ -26,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from jaxroll.minibatches import MinibatchPlan
 from jaxroll.optimizers import apply_gradient, flatten
 from jaxroll.types import Array, PyTree
+from jaxroll.varying import replicate, vary_as
 
 # On a CPU, rows that go through a loss together: their activations stay in the cache.
 CHUNK_ROWS = 2048
@@ -87,7 +88,7 @@ def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
 
     shapes = jax.eval_shape(at, 0)
     start = jax.tree.map(lambda x: jnp.zeros((max(count, 2), *x.shape), x.dtype), shapes)
-    out = jax.lax.fori_loop(0, turns, turn, start)
+    out = jax.lax.fori_loop(0, turns, turn, vary_as(start, like=trees))
     return jax.tree.map(lambda x: x[:count], out)
 
 
@@ -104,7 +105,8 @@ def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "f
             tree = jax.lax.all_gather(tree, axis_name, tiled=True)
         first = jax.tree.map(lambda x: x[0], tree)
         rest = jax.tree.map(lambda x: x[1:], tree)
-        return jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
+        tree = jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
+        return tree if axis_name is None else replicate(tree, axis_name)
     return all_sum(jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), tree), axis_name)
 
 
@@ -124,7 +126,9 @@ def all_sum(tree: PyTree, axis_name: Any) -> PyTree:
 
 def gather_actors(tree: PyTree, *, axis_name: Any = None) -> PyTree:
     """Leaves [A, ...] of all devices, in the order of the actors."""
-    return tree if axis_name is None else jax.lax.all_gather(tree, axis_name, tiled=True)
+    if axis_name is None:
+        return tree
+    return replicate(jax.lax.all_gather(tree, axis_name, tiled=True), axis_name)
 
 
 def adds_over_rows(loss: Any) -> Any:
@@ -179,6 +183,9 @@ def gradient(
         value, weight, metrics = loss(params, batch)
         return value, (weight, metrics)
 
+    if axis_name is not None:
+        # The gradient by params that do not vary would already be summed over the devices.
+        params = vary_as(params, like=jax.lax.axis_index(axis_name))
     grad = jax.grad(total, has_aux=True)
     count = jax.tree.leaves(batches)[0].shape[0]
 
@@ -191,7 +198,7 @@ def gradient(
         shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], chunks))
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         add = lambda a, chunk: (jax.tree.map(jnp.add, a, grad(params, chunk)), None)  # noqa: E731
-        return jax.lax.scan(add, start, chunks)[0]
+        return jax.lax.scan(add, vary_as(start, like=(params, batch)), chunks)[0]
 
     if reduction == "exact":
         stacked = map_actors(one, batches, reduction=reduction)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax
 
@@ -31,6 +33,26 @@ def vary_as(tree: PyTree, like: PyTree) -> PyTree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def replicate(tree: PyTree, axis_name: Any) -> PyTree:
+    """The same arrays, equal on all devices of a mesh axis, marked as not varying over it.
+
+    With `check_vma=True` what was gathered still counts as varying, and cannot leave shard_map by
+    `PartitionSpec()`. The largest of equal numbers is that number, bit by bit. Where nothing is
+    checked this does nothing.
+    """
+    names = frozenset(axis_name if isinstance(axis_name, tuple) else (axis_name,))
+
+    def one(x: jax.Array) -> jax.Array:
+        axes = tuple(sorted(names & _axes(x)))
+        if not axes:
+            return x
+        if x.dtype == bool:
+            return lax.pmax(x.astype("int8"), axes).astype(bool)
+        return lax.pmax(x, axes)
+
+    return jax.tree.map(one, tree)
 
 
 def _axes(x: object) -> frozenset[str]:

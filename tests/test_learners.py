@@ -86,6 +86,63 @@ def test_gradient_is_the_same_on_every_mesh(batches, reduction):
     )
 
 
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_gradient_is_the_same_where_jax_checks_what_varies(batches, reduction, num_devices):
+    def loss(params, batch):
+        total, weight, metrics = regression(params, batch)
+        return total, weight, metrics | {"batches": jnp.ones(()), "any": jnp.sum(weight > 0)}
+
+    def on(check_vma):
+        mesh = jax.make_mesh((num_devices,), ("actors",), axis_types=(AxisType.Auto,))
+        run = jax.shard_map(
+            lambda p, b: gradient(loss, p, b, axis_name="actors", reduction=reduction),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("actors")),
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )
+        return jax.jit(run)(PARAMS, batches)
+
+    checked = on(True)
+    jax.tree.map(np.testing.assert_array_equal, checked, on(False))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        checked[0],
+        by_hand(batches),
+    )
+    assert checked[1]["batches"] == NUM_ACTORS
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_rows_are_split_where_jax_checks_what_varies(batches, reduction, monkeypatch):
+    monkeypatch.setattr(learners, "chunk_rows", lambda num_rows: 2)
+    mesh = jax.make_mesh((4,), ("actors",), axis_types=(AxisType.Auto,))
+    grads, _ = jax.shard_map(
+        lambda p, b: gradient(
+            regression, p, b, axis_name="actors", reduction=reduction, split_rows=True
+        ),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("actors")),
+        out_specs=PartitionSpec(),
+    )(PARAMS, batches)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), grads, by_hand(batches)
+    )
+
+
+def test_gradient_over_a_vmapped_axis(batches):
+    one_each = jax.tree.map(lambda x: x[:, None], batches)
+    run = jax.vmap(
+        lambda b: gradient(regression, PARAMS, b, axis_name="actors"), axis_name="actors"
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-5, atol=1e-6),
+        run(one_each)[0],
+        by_hand(batches),
+    )
+
+
 def test_no_rows_at_all_give_no_gradient(batches):
     grads, _ = gradient(regression, PARAMS, {**batches, "weight": 0 * batches["weight"]})
     assert all(not x.any() for x in jax.tree.leaves(grads))
@@ -105,14 +162,16 @@ def test_integers_are_added_as_integers_across_devices():
         out = run(tree)
         assert out["count"] == 4 * (2**24 + 1)  # float32 would have lost the ones
         assert out["total"] == 6
-    gathered = jax.shard_map(
-        lambda t: gather_actors(t, axis_name="actors"),
-        mesh=mesh,
-        in_specs=PartitionSpec("actors"),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(tree)
-    np.testing.assert_array_equal(gathered["total"], tree["total"])
+    tree["flag"] = jnp.arange(4) == 2
+    for check_vma in (False, True):
+        gathered = jax.shard_map(
+            lambda t: gather_actors(t, axis_name="actors"),
+            mesh=mesh,
+            in_specs=PartitionSpec("actors"),
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )(tree)
+        jax.tree.map(np.testing.assert_array_equal, gathered, tree)
 
 
 @pytest.mark.parametrize("count", [1, 3])

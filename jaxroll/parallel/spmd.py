@@ -1,9 +1,8 @@
 """Put a pure step on a mesh: the same program on every device, actors spread, the rest copied.
 
-Replication is not checked by the compiler (`check_vma=False`): with the check on, gradients of
-replicated params would be summed over devices a second time, and environments that create constants
-inside a scan would be refused. Instead every replicated output is computed by the same arithmetic
-on the same gathered inputs on each device, and tests compare the copies.
+Replication is not checked by the compiler (`check_vma=False`): with the check on, environments that
+create constants inside a scan would be refused. Instead every replicated output is computed by the
+same arithmetic on the same gathered inputs on each device, and tests compare the copies.
 """
 
 from __future__ import annotations
