@@ -220,9 +220,12 @@ class DistributedStorage(Storage):
             version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (size,)),
             weights=jnp.ones(size, jnp.float32),
         )
-        new = check_like("unroll", new, _slice_like(slots, size))
-        fits = self.can_add
-        counters = self.counters_
+        return self._write(check_like("unroll", new, _slice_like(slots, size)), overflow)
+
+    def _write(self, new: Unrolls, overflow: Array | int, used: Array | bool = True) -> Self:
+        """Write B unrolls if there is room for them and they are `used` at all."""
+        size, slots, counters = self.num_envs, self.slots, self.counters_
+        fits = self.can_add & used
         start = (counters.read + counters.num_full) % self.num_storages
 
         def write(path: Any, x: Array, rows: Array) -> Array:
@@ -235,16 +238,18 @@ class DistributedStorage(Storage):
             slots=jax.tree_util.tree_map_with_path(write, slots, new),
             counters_=counters.replace(
                 num_full=counters.num_full + jnp.where(fits, size, 0),
-                dropped=counters.dropped + jnp.where(fits, 0, size),
+                dropped=counters.dropped + jnp.where(self.can_add | ~jnp.asarray(used), 0, size),
                 overflow=counters.overflow + jnp.where(fits, overflow, 0),
             ),
         )
 
     def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
-        """Write B unrolls given as `Unrolls`: `add`, for what another storage's `sample` gave.
+        """Add unrolls with their weights: what `sample` or `get_all_buffer_data` of a ring gave.
+
+        B are written at a time; B that all weigh 0 are left out, so an empty slot stays empty.
 
         Args:
-          trajectory: `Unrolls` of B slots.
+          trajectory: `Unrolls` of any number of slots.
           initial_carry: replaces the one in `trajectory` if given.
         """
         if not isinstance(trajectory, Unrolls):
@@ -252,15 +257,17 @@ class DistributedStorage(Storage):
                 "a DistributedStorage stores unrolls with their last observation: give Unrolls, or "
                 f"call add(trajectory, last_obs, ...). Got {type(trajectory).__name__}."
             )
-        return self.add(
-            trajectory.transition,
-            trajectory.last_obs,
-            trajectory.initial_carry if initial_carry is None else initial_carry,
-            trajectory.version,
-            last_is_first=trajectory.last_is_first,
-            final_obs=trajectory.final_obs,
-            final_step=trajectory.final_step,
-        )
+        if initial_carry is not None:
+            trajectory = trajectory.replace(initial_carry=initial_carry)
+        size, count = self.num_envs, np.size(trajectory.weights)
+        new = check_like("unrolls", trajectory, _slice_like(self.slots, count))
+        ring = self
+        for start in range(0, count, size):
+            index = np.arange(start, start + size)
+            block = _pick(new, np.minimum(index, count - 1))
+            block = block.replace(weights=block.weights * (index < count))
+            ring = ring._write(block, 0, jnp.any(block.weights > 0))
+        return ring
 
     def before_gradients(self, last_values: PyTree = None) -> Self:
         """Nothing: off-policy targets depend on the learner's params and belong to its loss."""
@@ -327,18 +334,14 @@ class DistributedStorage(Storage):
 
     def minibatch(self, row: MinibatchPlan) -> Unrolls:
         """The unrolls in the slots that `row` names."""
-
-        def pick(path: Any, x: Array) -> Array:
-            return jnp.take(x, row.indices, axis=_slot_axis(path), mode="clip")
-
-        batch = jax.tree_util.tree_map_with_path(pick, self.slots)
-        return batch.replace(weights=row.weights)
+        batch = _pick(self.slots, row.indices)
+        return batch.replace(weights=batch.weights * row.weights)
 
     def contents(self) -> Unrolls:
-        """All K slots; weights are 0 for those that are free."""
-        behind = jnp.arange(self.num_storages, dtype=jnp.int32) - self.counters_.read
-        full = behind % self.num_storages < self.num_full
-        return self.slots.replace(weights=full.astype(jnp.float32))
+        """All K slots, the oldest unroll first; weights are 0 for those that are free."""
+        order = jnp.arange(self.num_storages, dtype=jnp.int32)
+        slots = _pick(self.slots, (order + self.counters_.read) % self.num_storages)
+        return slots.replace(weights=slots.weights * (order < self.num_full))
 
     # Moving on.
 
@@ -395,7 +398,7 @@ class DistributedStorage(Storage):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ValueError(
                     f"{name} is not finite in {bad.sum()} places, first in slot "
-                    f"{np.argwhere(bad)[0][1]}."
+                    f"{(np.argwhere(bad)[0][1] + counters.read) % self.num_storages}."
                 )
         return self
 
@@ -403,6 +406,13 @@ class DistributedStorage(Storage):
 def _slot_axis(path: Any) -> int:
     """Slots are axis 1 of what has a time or a row axis, and axis 0 of the rest."""
     return 1 if path[0].name in ("transition", "final_obs", "final_step") else 0
+
+
+def _pick(slots: Unrolls, index: Array) -> Unrolls:
+    def pick(path: Any, x: Array) -> Array:
+        return jnp.take(x, index, axis=_slot_axis(path), mode="clip")
+
+    return jax.tree_util.tree_map_with_path(pick, slots)
 
 
 def _slice_like(slots: Unrolls, size: int) -> Unrolls:

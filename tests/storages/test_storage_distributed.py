@@ -136,10 +136,46 @@ def test_without_final_observations_every_truncation_is_counted_and_ends_are_fou
     assert slots.last_is_first[:B].tolist() == [False, True]
 
 
+def test_slots_of_weight_0_stay_so_when_inserted_again():
+    empty = create()
+    again = empty.insert_data_slice(empty.sample())
+    assert int(again.num_full) == int(again.dropped) == 0
+    assert not again.contents().weights.any()
+    one = create().add(unroll(5), step(DATA.obs))
+    half = one.contents()
+    half = half.replace(weights=half.weights.at[1].set(0.0))
+    stored = create().insert_data_slice(half)
+    assert stored.contents().weights.tolist() == [1.0] + [0.0] * (K - 1)
+    assert stored.add(unroll(6), step(DATA.obs)).sample().weights.tolist() == [1.0, 0.0, 1.0]
+    row = jax.tree.map(lambda x: x[0], stored.plan())
+    assert stored.minibatch(row).weights.tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_everything_that_is_stored_can_be_inserted_again(transform, to_cpu):
+    ring = create(num_storages=6, batch_size=2)
+    for number in range(5):  # the last add wraps around
+        ring = ring.add(unroll(number), step(DATA.obs), version=number)
+        if number in (1, 2, 3):
+            ring = ring.update()
+    for _ in range(2):
+        everything = ring.get_all_buffer_data(data_to_cpu=to_cpu)
+        again = transform(lambda r, x: r.insert_data_slice(x))(
+            create(num_storages=6, batch_size=2), everything
+        )
+        assert int(again.num_full) == int(ring.num_full)
+        assert again.contents().weights.sum() == ring.contents().weights.sum()
+        assert_equal(again.sample(), ring.sample())
+        ring = ring.update()
+    assert int(again.num_full) == 2
+
+
 def test_no_verb_changes_structure_shapes_or_dtypes():
     ring = create()
     verbs = (
         lambda r: r.add(DATA, step(DATA.obs), version=3),
+        lambda r: r.insert_data_slice(r.sample()),
         lambda r: r.update(),
         lambda r: r.reset(),
         lambda r: r.before_gradients(None),
