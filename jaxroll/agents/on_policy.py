@@ -69,8 +69,9 @@ class OnPolicyAgent(DistributedAgent):
         Args:
           env: an environment or its name.
           policy: a `Policy` of your own.
-          storage: makes the storage from one step: `MyStorage.create_factory(num_steps=…)`; its
-            discount and gae_lambda follow the agent's. None: `RolloutStorage`.
+          storage: makes the storage from one step: `MyStorage.create_factory(num_steps=…)`, as
+            long as the rollout. Its discount and gae_lambda follow the agent's, unless they are
+            dicts with a number for each stream of values. None: `RolloutStorage`.
           **hyperparameters: see `cls.hyperparameters()`.
         """
         agent = super().create(env, policy=policy, **hyperparameters)
@@ -166,7 +167,7 @@ class OnPolicyAgent(DistributedAgent):
         return storage
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:
-        """An empty storage; its discount and λ are the agent's."""
+        """An empty storage; its discount and λ are the agent's, unless each stream has its own."""
         if self.storage is None:
             return RolloutStorage.create(
                 example,
@@ -177,8 +178,20 @@ class OnPolicyAgent(DistributedAgent):
                 sequence_length=self.sequence_length,
             )
         storage = self.storage(example)
+        num_steps = getattr(storage, "num_steps", self.num_steps)
+        if num_steps != self.num_steps:  # rows that are never written would weigh 0
+            raise ValueError(
+                f"the storage must have the rollout's num_steps = {self.num_steps}, got "
+                f"{num_steps}. Use create_factory(num_steps={self.num_steps}), or give the agent "
+                f"num_steps={num_steps}."
+            )
+        options = getattr(self.storage, "options", None)
         for name in ("discount", "gae_lambda"):
-            if name in storage.parameters:
+            if name not in storage.parameters:
+                continue
+            # A factory makes dicts of single numbers too; those follow the agent.
+            given = getattr(storage, name) if options is None else options.get(name)
+            if not isinstance(given, dict):
                 storage = storage.update_storage_parameter(name, getattr(self, name))
         return storage
 

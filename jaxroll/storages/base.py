@@ -253,6 +253,11 @@ class StorageFactory:
         leaves, structure = jax.tree.flatten(options)
         self._identity = kind, structure, tuple(map(_identity, leaves))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was decided, by name."""
+        return dict(self._options)
+
     def __call__(self, example: Any) -> Any:
         """The storage for samples like this one, leaves [B, ...]."""
         return self._kind.create(example, **self._options)

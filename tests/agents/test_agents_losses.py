@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxroll import autoreset, spaces
+from jaxroll import RolloutStorage, Transition, autoreset, spaces
 from jaxroll.estimators import normalize
 from jaxroll.metrics import compute
 from tests.agents.agent_toys import (
@@ -437,3 +437,35 @@ def test_streams_are_added_before_they_are_normalised():
         plan = storage.plan(jax.random.key(0), num_mini_batch=1)
         seen[mode] = agent.advantages(storage.minibatch(jax.tree.map(lambda x: x[0], plan)))
     np.testing.assert_allclose(seen["rollout"], normalized(seen[None]), rtol=1e-4, atol=1e-5)
+
+
+def step_of_streams():
+    """One step of two environments whose values have two streams."""
+    streams = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
+    return Transition(
+        obs=np.zeros((2, 1), np.float32),
+        action=np.zeros(2, np.int32),
+        reward=streams,
+        terminated=np.zeros(2, bool),
+        value=streams,
+    )
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_streams_keep_the_discounts_of_the_storage_factory(own):
+    discount = {"a": 0.5, "b": 0.9}
+    factory = RolloutStorage.create_factory(num_steps=8, discount=discount, gae_lambda=0.3)
+    make = factory if own else lambda step: factory(step).replace(gae_lambda=np.float32(0.3))
+    agent = small("ppo", num_steps=8, discount=0.7, gae_lambda=0.6, storage=make)
+    storage = agent.make_storage(step_of_streams(), None)
+    assert {k: round(float(x), 3) for k, x in storage.discount.items()} == discount
+    # One number is the agent's.
+    assert {round(float(x), 3) for x in jax.tree.leaves(storage.gae_lambda)} == {0.6}
+
+
+def test_a_storage_of_another_length_than_the_rollout_is_refused():
+    for num_steps in (4, 16):
+        factory = RolloutStorage.create_factory(num_steps=num_steps)
+        agent = small("ppo", num_steps=8, storage=factory)
+        with pytest.raises(ValueError, match=rf"num_steps = 8, got {num_steps}.*num_steps=8"):
+            jax.eval_shape(agent.train_step, jax.eval_shape(agent.init, jax.random.key(0)))
