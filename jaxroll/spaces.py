@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll.checks import check_array, check_count
+
 
 @dataclasses.dataclass(frozen=True)
 class Discrete:
@@ -29,6 +31,9 @@ class Discrete:
     dtype: Any = np.dtype("int32")
 
     shape = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "n", check_count("n of Discrete", self.n))
 
     def contains(self, x: Any) -> bool:
         """Whether every entry of x is one of the choices."""
@@ -48,7 +53,10 @@ class MultiDiscrete:
     dtype: Any = np.dtype("int32")
 
     def __post_init__(self):
-        object.__setattr__(self, "nvec", tuple(int(n) for n in self.nvec))
+        if np.ndim(self.nvec) != 1:
+            raise ValueError(f"nvec of MultiDiscrete must be a list of counts, got {self.nvec!r}.")
+        nvec = tuple(check_count("an entry of nvec", n) for n in self.nvec)
+        object.__setattr__(self, "nvec", nvec)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,6 +81,9 @@ class MultiBinary:
     n: int
     dtype: Any = np.dtype("int32")
 
+    def __post_init__(self):
+        object.__setattr__(self, "n", check_count("n of MultiBinary", self.n))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """[n]."""
@@ -90,30 +101,50 @@ class MultiBinary:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Arrays of `shape` between `low` and `high`, given as numbers or flat tuples.
+    """Arrays of `shape` between `low` and `high`, given as numbers or arrays.
+
+    A bound that is the same everywhere is kept as a number, any other as a flat tuple, so that
+    boxes compare and hash by content. `Box.create` is the same.
 
     Example:
-      >>> Box.create(-1.0, 1.0, (2,)).is_bounded
+      >>> Box(-1.0, 1.0, (2,)).is_bounded
       True
-      >>> Box.create(0, 255, (84, 84), np.uint8) == Box.create(0, 255, (84, 84), np.uint8)
-      True
+      >>> Box(np.zeros(3), np.array([1.0, 2.0, 3.0])).high
+      (1.0, 2.0, 3.0)
     """
 
-    low: float | tuple[float, ...]
-    high: float | tuple[float, ...]
-    shape: tuple[int, ...]
+    low: Any  # float, or a tuple of floats
+    high: Any
+    shape: Any = None  # tuple of ints; None: that of low
     dtype: Any = np.dtype("float32")
+
+    def __post_init__(self):
+        shape = np.shape(self.low) if self.shape is None else self.shape
+        shape = tuple(check_count("an entry of a Box's shape", n, at_least=0) for n in shape)
+        bounds = {}
+        for name in ("low", "high"):
+            bound = np.asarray(check_array(f"{name} of a Box", getattr(self, name)), np.float64)
+            if bound.size != 1 and bound.size != math.prod(shape):
+                raise ValueError(
+                    f"{name} of a Box must be a number or have its shape {shape}, got "
+                    f"{bound.shape}."
+                )
+            if np.isnan(bound).any():
+                raise ValueError(f"{name} of a Box must be numbers, got {bound}.")
+            flat = bound.ravel()
+            same = flat.size and (flat == flat[0]).all()
+            bounds[name] = float(flat[0]) if same else tuple(flat.tolist())
+        if (np.asarray(bounds["low"]) > np.asarray(bounds["high"])).any():
+            raise ValueError(
+                f"low of a Box must not be above high, got {self.low} and {self.high}."
+            )
+        for name, value in (("shape", shape), ("dtype", np.dtype(self.dtype)), *bounds.items()):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def create(cls, low: Any, high: Any, shape: Any = None, dtype: Any = np.float32) -> Box:
-        """A Box from numbers or arrays; a bound that is the same everywhere is kept as a number."""
-        shape = tuple(int(s) for s in (np.shape(low) if shape is None else shape))
-
-        def compact(bound: Any) -> float | tuple[float, ...]:
-            flat = np.asarray(bound, np.float64).ravel()
-            return float(flat[0]) if flat.size and (flat == flat[0]).all() else tuple(flat.tolist())
-
-        return cls(compact(low), compact(high), shape, np.dtype(dtype))
+        """The same as `Box(low, high, shape, dtype)`."""
+        return cls(low, high, shape, dtype)
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """(low, high) as arrays of the space's shape."""
@@ -152,14 +183,31 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Dict:
-    """Named spaces; observations are dicts of the same keys."""
+    """Named spaces; observations are dicts of the same keys. `Dict.create` is the same.
 
-    items: tuple[tuple[str, Any], ...]
+    Example:
+      >>> Dict({"b": Discrete(2), "a": Discrete(3)}).spaces["a"]
+      Discrete(n=3, dtype=dtype('int32'))
+    """
+
+    items: Any  # a mapping, kept as sorted pairs: tuple[tuple[str, Space], ...]
+
+    def __post_init__(self):
+        try:
+            named = dict(self.items)
+        except (TypeError, ValueError):
+            raise TypeError(f"Dict needs a mapping of spaces, got {self.items!r}.") from None
+        for name, space in named.items():
+            if not isinstance(name, str) or not isinstance(space, Space):
+                raise TypeError(
+                    f"Dict needs names and spaces of jaxroll.spaces, got {name!r}: {space!r}."
+                )
+        object.__setattr__(self, "items", tuple(sorted(named.items())))
 
     @classmethod
     def create(cls, spaces: Mapping[str, Any]) -> Dict:
-        """A Dict from a mapping of spaces."""
-        return cls(tuple(sorted(spaces.items())))
+        """The same as `Dict(spaces)`."""
+        return cls(spaces)
 
     @property
     def spaces(self) -> dict[str, Any]:

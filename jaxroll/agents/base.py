@@ -135,12 +135,16 @@ class DistributedAgent(Node):
         """An agent for an environment; touches no device.
 
         Args:
-          env: an `Env`, a host environment's spec, or a name for `jaxroll.make_env`.
+          env: a name for `jaxroll.make_env`, an `Env`, or whatever `jaxroll.envs.as_env` takes.
           policy: a `Policy` of your own; None: one of `jaxroll.networks` that fits the spaces.
           **hyperparameters: see `cls.hyperparameters()`, or `jaxroll agents` on the command line.
         """
-        if isinstance(env, str):
-            env = envs.make_env(env)
+        env = envs.as_env(env)
+        if isinstance(env, envs.HostEnv):
+            raise TypeError(
+                f"{cls.__name__} makes its environments itself, as many as num_envs says, but got "
+                "open ones. Give a function: jaxroll.envs.from_gymnasium(lambda num_envs: …)."
+            )
         fields = resolve(cls, hyperparameters)
         agent = cls(env=env, policy=policy, **fields)
         agent._validate()

@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxroll.collectors.rollout import keep_types, strong_types
 from jaxroll.envs.base import HostEnv, HostEnvSpec
+from jaxroll.envs.make import as_device_env, as_env
 from jaxroll.types import Array, Node, PyTree
 
 MAX_STEPS_PER_EPISODE = 100_000
@@ -102,6 +103,7 @@ def evaluate(
       >>> evaluate(env, policy, params, jax.random.key(1), num_episodes=5).episode_return.shape
       (5,)
     """
+    env = as_device_env(env, "evaluate_host")
     num_envs, quota = _plan(num_episodes, num_envs)
     rounds = int(quota.max())
     limit = rounds * MAX_STEPS_PER_EPISODE if max_steps is None else max_steps
@@ -192,6 +194,7 @@ def evaluate_host(
       >>> result.episode_length.shape, int(result.num_unfinished)
       ((3,), 0)
     """
+    env = as_env(env)
     if isinstance(env, HostEnvSpec):
         with env.make(_plan(num_episodes, num_envs)[0]) as opened:
             return evaluate_host(

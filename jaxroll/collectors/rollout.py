@@ -32,6 +32,7 @@ from jaxroll.collectors.batched import (
 )
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
+from jaxroll.envs.make import as_device_env
 from jaxroll.minibatches import divisors
 from jaxroll.types import (
     ActorState,
@@ -73,6 +74,7 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
       >>> init_actor(env, policy, jax.random.key(0), num_envs=8).obs.shape
       (8, 4)
     """
+    env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).init(key)")
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
     keys = jax.random.split(jax.random.fold_in(key, RESET_FOLD), num_envs)
@@ -148,6 +150,7 @@ def collect(
       >>> rollout.transition.obs.shape, rollout.last_value.shape
       ((16, 8, 4), (8,))
     """
+    env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).collect(...)")
     length = _checked_length(num_steps, sequence_length, max_truncations)
     num_envs = actor.is_first.shape[0]
     rollout_key = jax.random.fold_in(actor.key, actor.num_rollouts)

@@ -3,7 +3,7 @@
 from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, autoreset
 from jaxroll.envs.gymnasium import VectorHostEnv, from_gymnasium
 from jaxroll.envs.gymnax import from_gymnax
-from jaxroll.envs.make import Source, list_envs, make_env, register_source
+from jaxroll.envs.make import Source, as_env, list_envs, make_env, register_source
 from jaxroll.envs.wrappers import (
     ClipAction,
     ClipReward,
@@ -30,6 +30,7 @@ __all__ = [
     "TimeLimit",
     "VectorHostEnv",
     "Wrapper",
+    "as_env",
     "autoreset",
     "from_gymnasium",
     "from_gymnax",

@@ -96,7 +96,7 @@ def draw(env: Any, key: jax.Array) -> PyTree:
     return key if own is None else own(key)
 
 
-_MEMBERS = ("observation_space", "action_space", "reset", "step")
+MEMBERS = ("observation_space", "action_space", "reset", "step")
 
 
 def autoreset(env: Any) -> Env:
@@ -129,12 +129,12 @@ def autoreset(env: Any) -> Env:
       >>> step.obs, step.final_obs, bool(step.terminated)
       (Array([1.], dtype=float32), Array([1.], dtype=float32), False)
     """
-    missing = [name for name in _MEMBERS if not hasattr(env, name)]
+    missing = [name for name in MEMBERS if not hasattr(env, name)]
     if missing or isinstance(env, type):
         got = env if isinstance(env, type) else type(env).__name__
         lacks = f" without {', '.join(missing)}" if missing else ", a class: make one of it"
         raise TypeError(
-            f"autoreset needs an environment with {', '.join(_MEMBERS)}; got {got}{lacks}."
+            f"autoreset needs an environment with {', '.join(MEMBERS)}; got {got}{lacks}."
         )
     try:
         hash(env)
@@ -245,6 +245,26 @@ def _common_dtypes(reset: PyTree, step: PyTree, name: str) -> PyTree:
         return dtype
 
     return jax.tree_util.tree_map_with_path(common, reset, step)
+
+
+@functools.lru_cache(maxsize=256)
+def check_step(env: Any) -> None:
+    """Raise unless `env.step` resets by itself: it returns (state, TimeStep). Traced once."""
+    returned = []
+
+    def step(key: jax.Array) -> tuple:
+        action = jax.tree.map(jnp.asarray, zeros(env.action_space))
+        returned.append(env.step(key, env.reset(key)[0], action))
+        return ()
+
+    jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
+    (out,) = returned
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], TimeStep)):
+        got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+        raise TypeError(
+            f"step of {type(env).__name__} must return (state, TimeStep), got {got}. If it stops "
+            "at the end of an episode, use jaxroll.envs.autoreset(env)."
+        )
 
 
 def _time_step(out: Any) -> tuple[PyTree, TimeStep]:

@@ -357,6 +357,47 @@ def from_gymnasium(make: Callable[[int], Any], **settings: Any) -> GymnasiumSpec
     return GymnasiumSpec(getattr(make, "__name__", "VectorEnv"), function=make, **settings)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Repeat:
+    """A function num_envs -> VectorEnv, from one that makes a single environment."""
+
+    factory: Callable[[], Any]
+
+    def __call__(self, num_envs: int) -> Any:
+        return _sync([self.factory] * num_envs)
+
+
+def _sync(factories: list[Callable[[], Any]]) -> Any:
+    from gymnasium import vector
+
+    return vector.SyncVectorEnv(factories, autoreset_mode=vector.AutoresetMode.SAME_STEP)
+
+
+def from_object(env: Any, argument: str) -> HostEnv | HostEnvSpec:
+    """For `as_env`: an environment, a function, a `VectorEnv` or a list, as one of ours."""
+    import gymnasium
+
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        return VectorHostEnv(env)
+    if isinstance(env, list):
+        if not env or not all(callable(e) or isinstance(e, gymnasium.Env) for e in env):
+            raise TypeError(f"{argument} must list Gymnasium environments, got {env!r}.")
+        return VectorHostEnv(_sync([e if callable(e) else (lambda e=e: e) for e in env]))
+    if isinstance(env, gymnasium.Env):
+        if env.spec is None:
+            raise TypeError(
+                f"{argument} is a single environment, {env}, that Gymnasium cannot make again. "
+                "Give a function that makes one: lambda: MyEnv(...)."
+            )
+        return from_gymnasium(_Repeat(functools.partial(gymnasium.make, env.spec)))
+    needed = [
+        p
+        for p in inspect.signature(env).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return from_gymnasium(env if needed else _Repeat(env))
+
+
 def make(
     name: str,
     *,

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_step
 from jaxroll.envs.values import UnknownNameError, suggestion
 
 DEFAULT_SOURCE = "gymnax"
@@ -88,6 +89,65 @@ def make_env(name: str, **options: Any) -> Any:
         others = [] if colon else _elsewhere(rest)
         hint = f" Another source has it: make_env({others[0]!r})." if others else ""
         raise ValueError(f"{error}{hint}") from None
+
+
+def as_env(env: Any, argument: str = "env") -> Any:
+    """What was given where an environment is expected, as an `Env`, `HostEnvSpec` or `HostEnv`.
+
+    Args:
+      env: one of these; a name for `make_env`; a gymnax environment, or (environment, params); a
+        Gymnasium environment that was made by name; a function that makes one, or that makes a
+        `VectorEnv` of a number of them; a `VectorEnv`, or a list of environments or functions.
+        The last two are open environments, which evaluate but cannot be made anew.
+      argument: how to call it in an error.
+
+    Example:
+      >>> import gymnasium
+      >>> as_env(gymnasium.make("CartPole-v1")).observation_space.shape
+      (4,)
+    """
+    if isinstance(env, str):
+        return make_env(env)
+    if isinstance(env, HostEnv | HostEnvSpec) or type(env).__module__.startswith("jaxroll.envs."):
+        return env
+    kinds = _packages(env)
+    if "gymnasium" in kinds or isinstance(env, list) or _is_function(env):
+        from jaxroll.envs.gymnasium import from_object
+
+        return from_object(env, argument)
+    if isinstance(env, tuple) and len(env) == 2 and "gymnax" in _packages(env[0]):
+        kinds, env, params = {"gymnax"}, *env
+    else:
+        params = None
+    if "gymnax" in kinds or hasattr(env, "default_params"):
+        from jaxroll.envs.gymnax import from_gymnax
+
+        return from_gymnax(env, params)
+    if isinstance(env, type) or not all(hasattr(env, name) for name in MEMBERS):
+        raise TypeError(
+            f"{argument} must be an environment, got {env!r}. Use jaxroll.make_env(name), "
+            "jaxroll.envs.autoreset(env) for a JAX environment of your own, or "
+            "jaxroll.envs.from_gymnasium(lambda num_envs: vector_env)."
+        )
+    check_step(env)
+    return env
+
+
+def as_device_env(env: Any, instead: str) -> Env:
+    """`as_env` where only a JAX environment will do; `instead` is for one of the host."""
+    env = as_env(env)
+    if isinstance(env, HostEnv | HostEnvSpec):
+        raise TypeError(f"{type(env).__name__} runs on the host, outside of jit. Use {instead}.")
+    return env
+
+
+def _packages(env: Any) -> set[str]:
+    """Where its classes come from; nothing is imported to know it."""
+    return {base.__module__.partition(".")[0] for base in type(env).__mro__}
+
+
+def _is_function(env: Any) -> bool:
+    return callable(env) and not hasattr(env, "step") and not isinstance(env, type)
 
 
 def list_envs(source: str | None = None) -> list[str]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import collectors, parallel
+from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.train.options import check_eval_env
 
@@ -59,7 +60,7 @@ def evaluate_with_key(
     With a key for each member of a sweep, [N], so are the results. The return of an episode that
     did not end is NaN, and the means are without it.
     """
-    env = agent.env if env is None else env
+    env = agent.env if env is None else as_env(env)
     params = parallel.local(agent.acting_params(state.learner))
     options = {"num_episodes": num_episodes, "deterministic": deterministic}
     if isinstance(env, HostEnv | HostEnvSpec):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
-from jaxroll.envs.base import HostEnvSpec
+from jaxroll.envs import as_env
 from jaxroll.spaces import shows_alike
 from jaxroll.train.logging import make_loggers
 
@@ -99,17 +99,12 @@ def check_eval_env(agent: Any, env: Any, argument: str) -> None:
 
     Args:
       agent: whose spaces it must have.
-      env: an `Env`, a `HostEnvSpec` or open host environments; None: the agent's own.
+      env: whatever `jaxroll.envs.as_env` takes; None: the agent's own.
       argument: how to call it in an error.
     """
     if env is None:
         return
-    needed = ["observation_space", "action_space"]
-    needed += ["make"] if isinstance(env, HostEnvSpec) else ["reset", "step"]
-    if isinstance(env, type) or not all(hasattr(env, name) for name in needed):
-        raise TypeError(
-            f"{argument} must be an environment, got {env!r}. Use {argument}=jaxroll.make_env(…)."
-        )
+    env = as_env(env, argument)
     wanted, got = agent.env.observation_space, env.observation_space
     if not shows_alike(wanted, got):
         raise ValueError(

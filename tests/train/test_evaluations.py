@@ -117,8 +117,10 @@ def test_an_environment_that_does_not_fit_is_refused():
     state = init(agent, jax.random.key(0))
     with pytest.raises(ValueError, match="env must have the agent's observation_space"):
         agent.eval(state, 2, env=CLOCK)
-    with pytest.raises(TypeError, match=r"env must be an environment, .* Use env=jaxroll.make_env"):
+    with pytest.raises(ValueError, match="env must have the agent's observation_space"):
         agent.eval(state, 2, env="CartPole-v1")
+    with pytest.raises(TypeError, match=r"env must be an environment, .* Use jaxroll.make_env"):
+        agent.eval(state, 2, env=3)
 
 
 def test_evaluations_come_on_time_with_rows_of_their_own_and_over_a_resume(tmp_path):
