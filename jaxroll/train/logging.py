@@ -1,7 +1,8 @@
 """Where the rows of a run go: JSONL, CSV, TensorBoard, or any function of your own.
 
 A row is a dict of numbers with a "step". A logger is called with each row, in order of steps, and
-may have a `close()`. Rows name no device and no mesh: the same run writes the same rows anywhere.
+may have a `sync()` and a `close()`. Rows name no device and no mesh: the same run writes the same
+rows anywhere.
 """
 
 from __future__ import annotations
@@ -15,46 +16,51 @@ import os
 import socket
 import struct
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Self
 
-from jaxroll.train.files import Appended, replace_file
-from jaxroll.train.text import near_matches
+from jaxroll.checks import did_you_mean
+from jaxroll.train.files import RowFile, replace_file, warn
 
 Row = Mapping[str, Any]
+Logger = Callable[[Row], Any]
 
 
-@runtime_checkable
-class Logger(Protocol):
-    """Anything that takes a row; a plain function is one."""
+class _FileLogger:
+    """A file that is continued after a resume and closed at the end of `with`."""
 
-    def __call__(self, row: Row, /) -> None:
-        """Take one row."""
+    def __init__(self, path: str | os.PathLike[str], resume_from_step: int | None = None):
+        self.path = Path(path)
+        if self.path.exists():
+            before = self.path.read_bytes()
+            whole = before[: before.rfind(b"\n") + 1]  # a killed process leaves half a line
+            after = self._kept(whole, resume_from_step)
+            if after != before:
+                replace_file(self.path, after)
+        self._file = RowFile(self.path)
+
+    def _kept(self, data: bytes, step: int | None) -> bytes:
+        """Of the file's whole lines, those of rows up to this step."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk itself: not even a power cut takes them then."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Write what a full disk did not take before, and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
-def plain_row(row: Row) -> dict[str, Any]:
-    """A row as Python values: numbers out of arrays, lists out of longer ones, None for NaN and ±∞.
-
-    Example:
-      >>> import numpy as np
-      >>> plain_row({"step": np.int64(8), "loss": np.float32(0.5), "kl": float("nan")})
-      {'step': 8, 'loss': 0.5, 'kl': None}
-    """
-    return {str(name): _plain(value) for name, value in row.items()}
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; half a line at the end, as a killed process leaves it, is left out.
-
-    A line that is damaged elsewhere is left out with a warning.
-    """
-    return [row for _, row in _parse_lines(Path(path))]
-
-
-class JsonlLogger:
-    """One JSON object a line, on disk as soon as it is logged.
+class JsonlLogger(_FileLogger):
+    """One JSON object a line, handed to the operating system as soon as it is logged.
 
     Args:
       path: the file; its directory is made.
@@ -62,7 +68,7 @@ class JsonlLogger:
         atomic replacement: pass the step of the checkpoint that the run goes on from, and each
         row is there once in the end.
 
-    Half a line that a killed process left behind is removed in either case.
+    Half a line that a killed process left is removed in either case.
 
     Example:
       >>> import tempfile
@@ -77,41 +83,21 @@ class JsonlLogger:
       {"step": 2, "loss": 0.125}
     """
 
-    def __init__(self, path: str | os.PathLike[str], resume_from_step: int | None = None):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            lines = _up_to(_parse_lines(self.path), resume_from_step)
-            text = "".join(f"{line}\n" for line, _ in lines)
-            if text.encode() != self.path.read_bytes():
-                replace_file(self.path, text)
-        self._file = Appended(self.path)
-
     def __call__(self, row: Row) -> None:
-        """Append a row and hand it to the operating system."""
+        """Append a row."""
         # One write for the whole line, so that a reader or a kill sees half a line at most.
-        self._file.write(json.dumps(plain_row(row), allow_nan=False) + "\n")
+        self._file.write(json.dumps(plain_row(row), allow_nan=False).encode() + b"\n")
 
-    def sync(self) -> None:
-        """Wait until the rows are on the disk itself: not even a power cut takes them then."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Write what a full disk did not take before, and close the file."""
-        self._file.close()
-
-    def __enter__(self) -> JsonlLogger:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def _kept(self, data: bytes, step: int | None) -> bytes:
+        lines = _parse_jsonl(self.path, data)
+        return b"".join(line + b"\n" for line, _ in _up_to(lines, step))
 
 
-class CsvLogger:
+class CsvLogger(_FileLogger):
     """Comma-separated values; a name that turns up later becomes a new last column.
 
     The file is then rewritten once, atomically, with empty cells in the rows before. Empty also
-    stands for None, NaN and ±∞. Arguments as for `JsonlLogger`.
+    means None, NaN and ±∞. Arguments as for `JsonlLogger`.
 
     Example:
       >>> import tempfile
@@ -126,68 +112,62 @@ class CsvLogger:
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_from_step: int | None = None):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._columns: list[str] = []
-        self._waiting: list[Row] = []  # rows whose columns the disk had no room for
-        if self.path.exists():
-            text = self.path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # a killed process leaves half a line
-            header, *cells = list(csv.reader(io.StringIO(whole))) or [[]]
-            rows = [dict(zip(header, line)) for line in cells if len(line) == len(header)]
-            kept = [row for _, row in _up_to([("", row) for row in rows], resume_from_step)]
-            self._columns = header
-            if (new := _csv(header, kept, header=bool(header))) != text:
-                replace_file(self.path, new)
-        self._file = Appended(self.path)
+        self._rows: list[Row] = []  # those that wait for a column that the disk did not take
+        super().__init__(path, resume_from_step)
 
     def __call__(self, row: Row) -> None:
         """Append a row, first the header or a column where one is missing."""
-        self._waiting.append(plain_row(row))
+        self._rows.append(plain_row(row))
         self._write()
 
     def sync(self) -> None:
         """Wait until the rows are on the disk itself."""
         self._write()
-        self._file.sync()
+        super().sync()
 
     def close(self) -> None:
         """Write what a full disk did not take before, and close the file."""
         try:
             self._write()
         finally:
-            self._file.close()
+            super().close()
 
-    def __enter__(self) -> CsvLogger:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def _kept(self, data: bytes, step: int | None) -> bytes:
+        # Bytes that are no UTF-8, as a kill or a damaged disk leaves them, spoil their cell only.
+        cells = list(csv.reader(io.StringIO(data.decode(errors="replace"))))
+        self._columns = cells[0] if cells else []
+        rows = [dict(zip(self._columns, row)) for row in cells[1:] if len(row) == len(cells[0])]
+        if len(rows) < len(cells) - 1:
+            count = len(cells) - 1 - len(rows)
+            warn(f"{self.path} has {count} damaged lines, which are left out.")
+        kept = [row for _, row in _up_to([(b"", row) for row in rows], step)]
+        return _csv(self._columns, kept, header=bool(self._columns))
 
     def _write(self) -> None:
-        names = dict.fromkeys(name for row in self._waiting for name in row)
+        if not self._rows:
+            return
+        names = dict.fromkeys(name for row in self._rows for name in row)
         if missing := [name for name in names if name not in self._columns]:
             self._add_columns(missing)
-        text, self._waiting = _csv(self._columns, self._waiting), []
-        self._file.write(text)
+        data, self._rows = _csv(self._columns, self._rows), []
+        self._file.write(data)
 
     def _add_columns(self, names: list[str]) -> None:
         """The file with more columns; if that fails, everything is as it was before."""
         self._file.flush()
-        with self.path.open(encoding="utf-8", newline="") as file:
+        with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
             before = list(csv.DictReader(file))
         columns = [*self._columns, *names]
-        replace_file(self.path, _csv(columns, before, header=True))
-        self._file, old = Appended(self.path), self._file
-        old.close()
+        self._file.replace(_csv(columns, before, header=True))
         self._columns = columns
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(_FileLogger):
     """Scalars for TensorBoard, one chart for each name; needs tensorboardX.
 
-    Events are written at once: the thread of tensorboardX's own writer dies when a disk is full,
-    and whoever writes next waits for it for ever.
+    Events are framed here and written at once: the thread of tensorboardX's own writer dies when a
+    disk is full, and whoever writes next waits for it for ever.
 
     Args:
       directory: where event files go.
@@ -203,9 +183,8 @@ class TensorBoardLogger:
                 "TensorBoardLogger needs tensorboardX. "
                 "Install it with: pip install 'jaxroll[tensorboard]'"
             ) from exc
-        self.path = Path(directory, f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = Appended(self.path)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        super().__init__(Path(directory, name))
         protocol: Any = event_pb2  # its names are made when it is imported
         self._event, self._scalar = protocol.Event, summary.scalar
         self._checksum = record_writer.masked_crc32c
@@ -226,16 +205,6 @@ class TensorBoardLogger:
                     event.summary.value.extend(self._scalar(tag, number).value)
         self._write(event)
 
-    def close(self) -> None:
-        """Write what is left and close the file."""
-        self._file.close()
-
-    def __enter__(self) -> TensorBoardLogger:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     def _write(self, event: Any) -> None:
         """Append a record: length, checksum, event, checksum."""
         event.wall_time = time.time()
@@ -246,34 +215,55 @@ class TensorBoardLogger:
 
 
 class Loggers:
-    """Several loggers as one: each row goes to all of them, in order."""
+    """Several loggers as one: each row goes to all of them, in order.
 
-    def __init__(self, loggers: Iterable[Callable[[Row], Any]]):
+    One that cannot write is warned of once for each reason; the others and the run go on.
+    """
+
+    def __init__(self, loggers: Iterable[Logger]):
         self.loggers = tuple(loggers)
+        self._said: set[tuple[int, str]] = set()
 
     def __call__(self, row: Row) -> None:
         """Hand the row to every logger."""
-        for logger in self.loggers:
-            logger(row)
+        for i, logger in enumerate(self.loggers):
+            self._try(i, logger, row)
 
     def sync(self) -> None:
         """Wait until the rows of every logger that has files are on the disk itself."""
-        for logger in self.loggers:
+        for i, logger in enumerate(self.loggers):
             if callable(sync := getattr(logger, "sync", None)):
-                sync()
+                self._try(i, sync)
 
     def close(self) -> None:
         """Close every logger that can be closed, also if one of them fails."""
         with contextlib.ExitStack() as stack:
             for logger in self.loggers:
                 if callable(close := getattr(logger, "close", None)):
-                    stack.callback(close)
+                    stack.callback(self._close, close)
 
-    def __enter__(self) -> Loggers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def _try(self, i: int, action: Callable[..., Any], *args: Any) -> None:
+        try:
+            action(*args)
+        except OSError as error:
+            if (i, str(error)) not in self._said:
+                warn(
+                    f"a row of metrics could not be written: {error}. The run goes on; the rows "
+                    "are kept and written as soon as that is possible."
+                )
+            self._said.add((i, str(error)))
+
+    def _close(self, close: Callable[[], Any]) -> None:
+        try:
+            close()
+        except OSError as error:
+            warn(f"rows of metrics are lost: {error}. A resume writes those after its checkpoint.")
 
 
 _KINDS: dict[str, Callable[[Path, int | None], Any]] = {
@@ -284,7 +274,7 @@ _KINDS: dict[str, Callable[[Path, int | None], Any]] = {
 
 
 def make_loggers(
-    spec: str | Callable[[Row], Any] | Iterable[str | Callable[[Row], Any]] = (),
+    spec: str | Logger | Iterable[str | Logger] = (),
     directory: str | os.PathLike[str] | None = None,
     *,
     resume_from_step: int | None = None,
@@ -305,32 +295,49 @@ def make_loggers(
     """
     if isinstance(spec, str):
         spec = [name.strip() for name in spec.split(",") if name.strip()]
-    elif callable(spec):
-        spec = [spec]
-    spec = list(spec)
-    for item in spec:
+    items = [spec] if callable(spec) else list(spec)
+    for item in items:
         if isinstance(item, str) and item not in _KINDS:
             raise ValueError(
-                f"unknown logger {item!r}. {near_matches(item, _KINDS)} "
-                "A logger of your own is a function: loggers=[lambda row: print(row)]."
+                f"unknown logger {item!r}; use {', '.join(_KINDS)}, or a function of your own: "
+                f"loggers=[lambda row: print(row)].{did_you_mean(item, _KINDS)}"
             )
         if not isinstance(item, str) and not callable(item):
             raise TypeError(f"a logger is a name or a function of a row, got {item!r}.")
-    names = list(dict.fromkeys(item for item in spec if isinstance(item, str)))
+    names = dict.fromkeys(item for item in items if isinstance(item, str))
+    functions = [item for item in items if not isinstance(item, str)]
     if directory is None:
         if names:
             raise ValueError(
-                f'logger {names[0]!r} writes a file: give a directory, such as "runs/first".'
+                f'logger {next(iter(names))!r} writes a file: give a directory, as "runs/first".'
             )
-        return Loggers(item for item in spec if not isinstance(item, str))
-    names = ["jsonl", *(name for name in names if name != "jsonl")]
+        return Loggers(functions)
+    made = []
     with contextlib.ExitStack() as stack:  # if one cannot be made, the others are closed
-        made = []
-        for name in names:
+        for name in dict.fromkeys(["jsonl", *names]):
             made.append(_KINDS[name](Path(directory), resume_from_step))
             stack.callback(made[-1].close)
         stack.pop_all()
-    return Loggers([*made, *(item for item in spec if not isinstance(item, str))])
+    return Loggers([*made, *functions])
+
+
+def plain_row(row: Row) -> dict[str, Any]:
+    """A row as Python values: numbers out of arrays, lists out of longer ones, None for NaN and ±∞.
+
+    Example:
+      >>> import numpy as np
+      >>> plain_row({"step": np.int64(8), "loss": np.float32(0.5), "kl": float("nan")})
+      {'step': 8, 'loss': 0.5, 'kl': None}
+    """
+    return {str(name): _plain(value) for name, value in row.items()}
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; half a line at the end, as a killed process leaves it, is left out.
+
+    A line that is damaged elsewhere is left out with a warning.
+    """
+    return [row for _, row in _parse_jsonl(Path(path), Path(path).read_bytes())]
 
 
 def _plain(value: Any) -> Any:
@@ -349,9 +356,9 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> str:
+def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> bytes:
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     if header:
         writer.writeheader()
     for row in rows:
@@ -359,35 +366,31 @@ def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> str:
         writer.writerow(
             {k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in row.items()}
         )
-    return text.getvalue()
+    return text.getvalue().encode(errors="replace")
 
 
-def _parse_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _parse_jsonl(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     """(line, row) of each whole line."""
-    pieces = path.read_bytes().split(b"\n")
     parsed = []
-    for number, piece in enumerate(pieces[:-1], 1):  # what follows the last newline is half a line
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            line = piece.decode()
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             parsed.append((line, row))
         except ValueError as exc:
-            if number < len(pieces) - 1:
-                warnings.warn(
-                    f"{path}, line {number} is damaged ({exc}) and left out.", stacklevel=4
-                )
+            warn(f"{path}, line {number} is damaged ({exc}) and left out.")
     return parsed
 
 
-def _up_to(lines: list[tuple[str, Any]], step: int | None) -> list[tuple[str, Any]]:
+def _up_to(lines: list[tuple[bytes, Any]], step: int | None) -> list[tuple[bytes, Any]]:
     """Lines of rows with at most this step; a row without one belongs to the row before."""
     if step is None:
         return lines
     kept, current = [], -math.inf
     for line, row in lines:
-        current = float(row["step"]) if row.get("step") not in (None, "") else current
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            current = float(row["step"])
         if current <= step:
             kept.append((line, row))
     return kept

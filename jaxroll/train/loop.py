@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll import metrics as metrics_lib, parallel
-from jaxroll.checkpoints import Checkpointer, CheckpointWarning, RunLock
+from jaxroll.checkpoints import Checkpointer, RunLock
 from jaxroll.counts import count_value
 from jaxroll.learners import check_reduction
 from jaxroll.train.evaluation import evaluation_columns
@@ -202,7 +201,7 @@ def train(
             kept = run.steps(iteration) if whole else run.steps(iteration) - 1
             kept = kept if resume and iteration else -1
             logger = make_loggers(loggers, checkpoint_dir, resume_from_step=kept)
-            stack.callback(_unless_full, logger.close)
+            stack.callback(logger.close)
         if resume and checkpoint_dir is not None and is_primary:
             for row in History.read(checkpoint_dir / "metrics.jsonl"):
                 history.append(row)
@@ -211,7 +210,7 @@ def train(
             if checkpointer is None:
                 return
             if logger is not None:
-                _unless_full(logger.sync)  # no checkpoint counts a row that a power cut may take
+                logger.sync()  # no checkpoint counts a row that a power cut may take
             checkpointer.save(
                 run.steps(iteration),
                 carry,
@@ -263,8 +262,7 @@ def train(
                 for tidy in _tidy_rows(row, members):
                     history.append(tidy)
                     if logger is not None:
-                        for one in logger.loggers:
-                            _unless_full(one, tidy)
+                        logger(tidy)
                 reached = row.get(BEST_KEY if eval_interval else "episode_return")
                 if target_return is not None and reached is not None:
                     stop = "target_return" if np.mean(reached) >= target_return else None
@@ -315,19 +313,6 @@ def _last_words(
     text = f"step {saved:,} is on disk. Go on with: jaxroll resume {directory}" if saved else ""
     text = text or "nothing is on disk to go on with."
     print(f"jaxroll: ended by {name} without a save; {text}", file=sys.stderr)
-
-
-def _unless_full(action: Callable[..., Any], *args: Any) -> None:
-    """A row that a full disk does not take is no reason to end a run."""
-    try:
-        action(*args)
-    except OSError as error:
-        warnings.warn(
-            f"a row of metrics could not be written: {error}. The program goes on; what a file "
-            "still holds back is written with the next row.",
-            CheckpointWarning,
-            stacklevel=3,
-        )
 
 
 def _claim(

@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, make_env
 from jaxroll.checkpoints import CheckpointWarning
 from jaxroll.train import loop
+from jaxroll.train.files import LogWarning
 
 SIZES = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,)}
 STEPS_PER_ITERATION = 32
@@ -56,7 +57,8 @@ def hold(name, function):
 
 def main(directory, agent, steps):
     """Train to `steps`, from wherever the run is."""
-    warnings.simplefilter("error", CheckpointWarning)  # a kill is no damage
+    for category in (CheckpointWarning, LogWarning):
+        warnings.simplefilter("error", category)  # a kill is no damage
     loop._begin = hold("compiling", loop._begin)
     checkpoints.checkpointer.write_step = hold("saving", checkpoints.checkpointer.write_step)
     if "BOUND" in os.environ:

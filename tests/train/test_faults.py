@@ -30,6 +30,7 @@ from jaxroll.checkpoints import (
 )
 from jaxroll.cli import _is_ours
 from jaxroll.train import loop
+from jaxroll.train.files import LogWarning
 from jaxroll.train.logging import read_jsonl
 from tests.agents.agent_toys import CLOCK, DRIFT, Poison, leaves_equal, small
 from tests.train.fault_run import AGENTS, LOG_EVERY, STEPS_PER_ITERATION
@@ -319,7 +320,7 @@ def test_a_full_disk_takes_neither_rows_nor_checkpoints_and_the_run_goes_on(
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     try:
-        with pytest.warns(CheckpointWarning) as warned:
+        with pytest.warns((CheckpointWarning, LogWarning)) as warned:
             train(192, tmp_path / "run", callbacks=[fill])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,12 +1,15 @@
 """Loggers: each row once, after any kill and any resume."""
 
 import csv
+import errno
 import json
 import math
 import os
 import resource
+import shutil
 import struct
 import sys
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxroll.train import CsvLogger, History, JsonlLogger, TensorBoardLogger, make_loggers
+from jaxroll.train.files import LogWarning
 
 
 def row(step):
@@ -166,6 +170,106 @@ def test_tensorboard_says_that_the_disk_is_full_and_goes_on_when_it_is_not(tmp_p
     assert steps == list(range(1, 51))
 
 
+@pytest.mark.parametrize("kind", [JsonlLogger, CsvLogger])
+def test_a_file_cut_inside_a_character_is_continued(kind, tmp_path):
+    whole, path = tmp_path / "whole", tmp_path / "cut"
+    for file in (whole, path):
+        with kind(file) as log:
+            log({"step": 1, "note": "ü"})
+            log({"step": 2, "note": "ü"})
+    data = path.read_bytes()
+    # JSON escapes it; another program's file need not.
+    data = data.replace(b"\\u00fc", "ü".encode())
+    path.write_bytes(data[: data.rindex("ü".encode()) + 1])
+    with kind(path, resume_from_step=1) as log:
+        log({"step": 2, "note": "ü"})
+    assert read(kind, path) == read(kind, whole)
+
+
+def test_bytes_that_are_no_text_in_a_csv_spoil_their_cell_only(tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_bytes(b"step,note\n1,\xfc\n2,b\n3\n4,d\n")
+    with pytest.warns(LogWarning, match="1 damaged lines"), CsvLogger(path, 4) as log:
+        log({"step": 5, "note": "e", "new": 1})
+    got = [(row["step"], row["note"]) for row in read(CsvLogger, path)]
+    assert got == [("1", "\ufffd"), ("2", "b"), ("4", "d"), ("5", "e")]
+
+
+@pytest.mark.parametrize("kind", [JsonlLogger, CsvLogger, TensorBoardLogger])
+def test_rows_of_a_directory_that_is_deleted_meanwhile_are_all_there(kind, tmp_path):
+    directory = tmp_path / "run"
+    with kind(directory if kind is TensorBoardLogger else directory / "rows") as log:
+        log({"step": 1})
+        shutil.rmtree(directory)
+        with pytest.warns(LogWarning, match="was deleted .* with all its rows"):
+            log({"step": 2, "loss": 0.5})
+        log({"step": 3, "loss": 0.25})  # said once
+    if kind is TensorBoardLogger:
+        steps = [event.step for event in events(directory)]
+        assert steps == [0, 1, 2, 3]
+    else:
+        assert [int(row["step"]) for row in read(kind, directory / "rows")] == [1, 2, 3]
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_rows_go_on_in_the_file_that_an_editor_saved(tmp_path):
+    path = tmp_path / "rows"
+    with JsonlLogger(path) as log:
+        log({"step": 1})
+        (tmp_path / "edited").write_text('{"step": 1, "note": "mine"}\n')
+        os.replace(tmp_path / "edited", path)
+        with pytest.warns(LogWarning, match="replaced by another file"):
+            log({"step": 2})
+    assert read(JsonlLogger, path) == [{"step": 1, "note": "mine"}, {"step": 2}]
+
+
+@pytest.mark.parametrize("function", ["write", "fsync", "replace", "open"])
+def test_no_failing_call_of_the_system_loses_a_row_without_a_word(function, tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    real, calls = getattr(os, function), []
+
+    def run(directory, failing):
+        def sometimes(*args, **kwargs):
+            calls.append(args)
+            if len(calls) in failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args, **kwargs)
+
+        calls.clear()
+        with warnings.catch_warnings(record=True) as warned, monkeypatch.context() as patch:
+            warnings.simplefilter("always")
+            log = make_loggers("csv", directory)
+            patch.setattr(os, function, sometimes)
+            for step in range(1, 5):
+                log(row(step))
+                log.sync()
+            log.close()
+        return [str(w.message) for w in warned]
+
+    assert run(whole, ()) == []
+    count = len(calls)
+    assert count or function == "open"
+    for first in range(1, count + 1):
+        for failing in ({first}, range(first, 100)):
+            directory = tmp_path / f"{first}-{len(failing)}"
+            said = run(directory, failing)
+            assert any("Input/output error" in text for text in said)
+            lost = any("are lost" in text for text in said)
+            for kind, name in ((JsonlLogger, "metrics.jsonl"), (CsvLogger, "metrics.csv")):
+                same = read(kind, directory / name) == read(kind, whole / name)
+                assert same or lost
+            assert len(said) <= 4  # at most one of each logger, and one at its end
+
+
+def test_a_full_disk_is_named_by_the_path(tmp_path, disk):
+    with JsonlLogger(tmp_path / "rows") as log:
+        disk(0)
+        with pytest.raises(OSError, match="rows") as caught:
+            log({"step": 1})
+        assert caught.value.filename == str(tmp_path / "rows")
+        disk(None)
+
+
 def test_numbers_of_every_kind_become_valid_json(tmp_path):
     path = tmp_path / "m.jsonl"
     with JsonlLogger(path) as log:
@@ -268,7 +372,7 @@ def test_make_loggers_always_writes_jsonl_and_calls_functions(tmp_path):
 
 
 def test_make_loggers_errors_come_before_any_file(tmp_path):
-    with pytest.raises(ValueError, match='Did you mean "tensorboard"'):
+    with pytest.raises(ValueError, match="Did you mean 'tensorboard'"):
         make_loggers("tensorbord", tmp_path)
     with pytest.raises(TypeError, match="a name or a function"):
         make_loggers([3], tmp_path)
