@@ -141,7 +141,8 @@ def permutation(key: jax.Array, n: int) -> Array:
     A power of two of at least 256 is shuffled by a Feistel network of 12 rounds: arithmetic on each
     index alone, no sort, and always a true permutation, by construction. It is pseudo-random (384
     of the key's bits pick it, so not each of the n! can come); tests compare where elements, pairs
-    and neighbours land with chance. Any other n is sorted by random words, see `_sorted_words`.
+    and neighbours land with chance. Any other n is left to
+    `jax.random.permutation`.
 
     Args:
       key: a PRNG key.
@@ -158,7 +159,7 @@ def permutation(key: jax.Array, n: int) -> Array:
     """
     if n >= _SHUFFLED_SIZE and n & (n - 1) == 0:
         return _feistel(key, n)
-    return _sorted_words(key, n)
+    return jax.random.permutation(key, n).astype(jnp.int32)
 
 
 def _feistel(key: jax.Array, n: int) -> Array:
@@ -178,27 +179,6 @@ def _mixed(x: Array, secret: Array) -> Array:
     x = (x ^ secret) * np.uint32(0x9E3779B1)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x85EBCA77)
     return (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE3D)
-
-
-def _sorted_words(key: jax.Array, n: int) -> Array:
-    """A permutation by one sort of single words.
-
-    Each word has random bits above and its index below, so the result is always a true
-    permutation and a tie between random bits only keeps the two in order (for n = 131072 there
-    are 47 random bits). TPUs have no 64-bit sort; there a pair of 32-bit words is sorted.
-    """
-    if jax.default_backend() == "tpu":
-        bits = jax.random.bits(key, (n,), jnp.uint32)
-        return jax.lax.sort((bits, jnp.arange(n, dtype=jnp.int32)), num_keys=1)[1]
-    low = max(1, int(n - 1).bit_length())
-    # The bits are drawn as 32-bit words: random draws are lowered later, outside the `with`.
-    bits = jax.random.bits(key, (2, n), jnp.uint32)
-    with jax.enable_x64(True):
-        mask = np.uint64((1 << low) - 1)
-        upper, lower = bits.astype(jnp.uint64)
-        words = (((upper << np.uint64(32)) | lower) & ~mask) | jnp.arange(n, dtype=jnp.uint64)
-        order = (jax.lax.sort(words, is_stable=False) & mask).astype(jnp.int32)
-    return order
 
 
 def _length(by: By, num_steps: int, sequence_length: int | None) -> int | None:

@@ -202,18 +202,14 @@ def apply_gradient(
 
 
 def _nonfinite(grads: PyTree, finite: Array) -> Array:
-    """[leaves] 1 where a leaf's squares do not add up to a number; asked only if the norm does not.
+    """[leaves] 1 where a leaf's squares do not add up to a number, if the norm is not finite.
 
-    All squares may be finite and their sum not: then the leaf of the largest is named.
+    All squares may be finite and their sum not: then the leaf of the largest is named. Always
+    computed: a branch on data would make the host wait on a GPU.
     """
-
-    def look(leaves: list[Array]) -> Array:
-        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in leaves])
-        bad = ~jnp.isfinite(squares)
-        largest = jnp.arange(len(leaves)) == jnp.argmax(squares)
-        return jnp.where(jnp.any(bad), bad, largest).astype(jnp.int32)
-
-    def nothing(leaves: list[Array]) -> Array:
-        return jnp.zeros_like(look(leaves))
-
-    return jax.lax.cond(finite, nothing, look, jax.tree.leaves(grads))
+    leaves = jax.tree.leaves(grads)
+    squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in leaves])
+    bad = ~jnp.isfinite(squares)
+    largest = jnp.arange(len(leaves)) == jnp.argmax(squares)
+    named = jnp.where(jnp.any(bad), bad, largest)
+    return (~finite & named).astype(jnp.int32)

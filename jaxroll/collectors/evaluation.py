@@ -24,6 +24,7 @@ from jaxroll.envs.make import as_device_env, as_env
 from jaxroll.types import Array, Node, PyTree
 
 MAX_STEPS_PER_EPISODE = 100_000
+STEPS_PER_TURN = 16
 MAX_NUM_ENVS = 128
 
 
@@ -114,18 +115,19 @@ def evaluate(
     def unfinished(state: _Play) -> Array:
         return jnp.any(state.episode < quota) & (state.t < limit)
 
-    def play(state: _Play) -> _Play:
+    def play(state: _Play, _: None) -> tuple[_Play, None]:
+        live = state.t < limit
         env_key, action_key = jax.random.split(jax.random.fold_in(step_key, state.t))
         carry, action = _act(
             policy, deterministic, params, state.carry, state.obs, state.is_first, action_key
         )
         env_keys = jax.random.split(env_key, num_envs)
         env_state, step = jax.vmap(env.step)(env_keys, state.env, action)
-        done = step.terminated.astype(bool) | step.truncated.astype(bool)
+        done = (step.terminated.astype(bool) | step.truncated.astype(bool)) & live
         # Past its quota an environment writes to a row that is cut off below or does not exist.
         at = (state.episode, envs)
-        reward = step.reward.astype(jnp.float32)
-        return _Play(
+        reward = jnp.where(live, step.reward.astype(jnp.float32), 0.0)
+        state = _Play(
             t=state.t + 1,
             env=keep_types(env_state, state.env, "the environment's state"),
             obs=keep_types(step.obs, state.obs, "the observation"),
@@ -133,8 +135,9 @@ def evaluate(
             is_first=done,
             episode=jnp.minimum(state.episode + done, quota),
             episode_return=state.episode_return.at[at].add(reward, mode="drop"),
-            episode_length=state.episode_length.at[at].add(1, mode="drop"),
+            episode_length=state.episode_length.at[at].add(live.astype(jnp.int32), mode="drop"),
         )
+        return state, None
 
     state = _Play(
         t=jnp.zeros((), jnp.int32),
@@ -146,7 +149,9 @@ def evaluate(
         episode_return=jnp.zeros((rounds, num_envs), jnp.float32),
         episode_length=jnp.zeros((rounds, num_envs), jnp.int32),
     )
-    state = lax.while_loop(unfinished, play, state)
+    # Whether to go on is asked of the host on a GPU: once in some steps, not at each. Steps past
+    # the last episode or the limit count for nothing.
+    state = lax.while_loop(unfinished, lambda s: lax.scan(play, s, length=STEPS_PER_TURN)[0], state)
     is_complete = jnp.arange(rounds)[:, None] < state.episode[None]
     return EvaluationResult(
         episode_return=state.episode_return.reshape(-1)[:num_episodes],

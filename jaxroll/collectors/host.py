@@ -32,6 +32,7 @@ from jaxroll.collectors.batched import (
     take_action,
     values_together,
 )
+from jaxroll.collectors.episodes import count_episodes
 from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
 from jaxroll.spaces import Space, zeros
@@ -39,7 +40,6 @@ from jaxroll.types import (
     ActorState,
     Array,
     EpisodeStatistics,
-    EpisodeSums,
     FinalRows,
     PyTree,
     Rollout,
@@ -424,7 +424,10 @@ def _programs(policy: Any, deterministic: bool) -> _Programs:
                 value,
                 last_value,
             )
-        statistics, episodes = _episodes(actor.statistics, trajectory)
+        ends = trajectory.terminated | trajectory.truncated
+        statistics, episodes = count_episodes(
+            actor.statistics, trajectory.reward, ends, trajectory.valid
+        )
         rollout = Rollout(
             transition=Transition(
                 obs=obs,
@@ -452,29 +455,3 @@ def _programs(policy: Any, deterministic: bool) -> _Programs:
         return actor, rollout
 
     return _Programs(begin, act, jax.jit(policy.value), finish)
-
-
-def _episodes(
-    statistics: EpisodeStatistics, trajectory: _Trajectory
-) -> tuple[EpisodeStatistics, EpisodeSums]:
-    """The running episodes after the rollout, and the sums of those that ended within."""
-
-    def step(carry: tuple, row: tuple) -> tuple[tuple, None]:
-        running, sums = carry
-        reward, done, valid = row
-        total = running.episode_return + jnp.where(valid, reward, 0)
-        length = running.episode_length + valid
-        sums = EpisodeSums(
-            count=sums.count + jnp.sum(done, dtype=jnp.int32),
-            return_sum=sums.return_sum + jnp.sum(jnp.where(done, total, 0)),
-            length_sum=sums.length_sum + jnp.sum(jnp.where(done, length, 0)),
-        )
-        running = EpisodeStatistics(
-            episode_return=jnp.where(done, 0, total), episode_length=jnp.where(done, 0, length)
-        )
-        return (running, sums), None
-
-    done = (trajectory.terminated | trajectory.truncated) & trajectory.valid
-    none = EpisodeSums(jnp.int32(0), jnp.float32(0), jnp.int32(0))
-    rows = (trajectory.reward, done, trajectory.valid)
-    return jax.lax.scan(step, (statistics, none), rows)[0]

@@ -30,6 +30,7 @@ from jaxroll.collectors.batched import (
     take_action,
     values_together,
 )
+from jaxroll.collectors.episodes import count_episodes
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead
 from jaxroll.envs.make import as_device_env
@@ -38,7 +39,6 @@ from jaxroll.types import (
     ActorState,
     Array,
     EpisodeStatistics,
-    EpisodeSums,
     FinalRows,
     Node,
     PyTree,
@@ -216,7 +216,8 @@ def collect(
     if together:
         value = values_together(policy, params, transition.obs, is_first, together)
         transition = transition.replace(value=value)
-    statistics, episodes = _episodes(transition, actor.statistics)
+    ends = transition.terminated | transition.truncated
+    statistics, episodes = count_episodes(actor.statistics, transition.reward, ends)
     final = FinalRows(
         obs=state.final_obs,
         carry=state.final_carry,
@@ -320,35 +321,6 @@ def _cut_steps(transition: Transition, rows: int) -> Array:
         last = jnp.min(jnp.where(cut & (t > last[None]), t, cut.shape[0]), axis=0)
         steps.append(last)
     return jnp.stack(steps) if rows else jnp.zeros((0, cut.shape[1]), jnp.int32)
-
-
-def _episodes(
-    transition: Transition, before: EpisodeStatistics
-) -> tuple[EpisodeStatistics, EpisodeSums]:
-    """The running episodes after the rollout, and the sums over those that ended in it.
-
-    A scan of its own, over rows that are stacked anyway: one small loop costs less than these
-    operations in the large one.
-    """
-
-    def step(state: tuple, row: tuple) -> tuple[tuple, None]:
-        total, length, count, return_sum, length_sum = state
-        reward, done = row
-        total, length = total + reward, length + 1
-        state = (
-            jnp.where(done, 0, total),
-            jnp.where(done, 0, length),
-            count + done,
-            return_sum + jnp.where(done, total, 0),
-            length_sum + jnp.where(done, length, 0),
-        )
-        return state, None
-
-    total, length = before.episode_return, before.episode_length
-    state = (total, length, jnp.zeros_like(length), jnp.zeros_like(total), jnp.zeros_like(length))
-    rows = (transition.reward.astype(total.dtype), transition.terminated | transition.truncated)
-    (total, length, *sums), _ = lax.scan(step, state, rows)
-    return EpisodeStatistics(total, length), EpisodeSums(*(jnp.sum(x) for x in sums))
 
 
 def _final_values(
