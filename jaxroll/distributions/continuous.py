@@ -132,8 +132,8 @@ class TanhGaussian(Distribution):
         """
         nodes = jnp.asarray(_NODES, self.mean.dtype).reshape(-1, *[1] * self.mean.ndim)
         x = self.mean[None] + jnp.exp(self.log_std)[None] * nodes
-        weights = jnp.asarray(_NODE_WEIGHTS, self.mean.dtype)
-        expected = jnp.tensordot(weights, _log_slope(x), axes=1)
+        weights = jnp.asarray(_NODE_WEIGHTS, self.mean.dtype).reshape(nodes.shape)
+        expected = jnp.sum(weights * _log_slope(x), axis=0)
         _, scale = self._center_and_scale()
         return self.base.entropy() + self.base._sum(expected + jnp.log(scale))
 

@@ -33,7 +33,9 @@ class Categorical(Distribution):
 
         A masked choice has probability 0 and no gradient; entropy and KL stay finite (a KL
         towards a distribution that forbids what this one does is huge rather than infinite).
-        A row whose mask allows nothing would have no distribution: its mask is ignored.
+        A row whose mask allows nothing has no distribution: its log-probabilities and their
+        gradients are NaN, so that training stops there instead of taking a forbidden action for
+        a choice. Its samples are in range.
 
         Args:
           logits: [..., n].
@@ -51,10 +53,12 @@ class Categorical(Distribution):
                 f"got {mask.shape}."
             )
         given = jnp.asarray(mask, bool)
-        allowed = given | ~jnp.any(given, axis=-1, keepdims=True)
+        empty = ~jnp.any(given, axis=-1, keepdims=True)
         # Half of the lowest number: subtracting the maximum cannot overflow to −inf, and
         # 0 · log 0 stays 0.
-        return cls(jnp.where(allowed, logits, jnp.finfo(logits.dtype).min / 2))
+        kept = jnp.where(given | empty, logits, jnp.finfo(logits.dtype).min / 2)
+        # A sum, not a selection, which would keep the NaN out of the gradient.
+        return cls(kept + jnp.where(empty, jnp.nan, 0).astype(kept.dtype))
 
     def log_probs(self) -> Array:
         """[..., n] log-probability of each choice."""
@@ -174,9 +178,7 @@ class MultiCategorical(Distribution):
         rows = padded(flat, 0)
         allowed = jnp.broadcast_to(exists, rows.shape)
         if mask is not None:
-            # An entry whose mask allows nothing is free among the choices that exist.
-            given = padded(jnp.asarray(mask, bool), False)
-            allowed = allowed & (given | ~jnp.any(given, axis=-1, keepdims=True))
+            allowed = allowed & padded(jnp.asarray(mask, bool), False)
         return cls(Categorical.create(rows, allowed).logits)
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 
 from jaxroll import spaces
+from jaxroll.checks import check_count
 from jaxroll.distributions import Distribution, DistributionFor, distribution_for
 from jaxroll.networks.base import Policy
 from jaxroll.networks.recurrent import CORES, Body, Core, initial_carry
@@ -219,6 +220,11 @@ def architecture(
 ) -> Architecture:
     """The layers that fit these spaces; see `make_policy` for the arguments."""
     _check_choice("network", network, NETWORKS)
+    if not isinstance(observation_space, spaces.Space):
+        raise TypeError(
+            "observation_space must be one of jaxroll.spaces, such as Box.create(-1, 1, (4,)), got "
+            f"{observation_space!r}. Use env.observation_space."
+        )
     images = has_image(observation_space)
     if network == "cnn" and not images:
         raise ValueError(
@@ -254,7 +260,7 @@ def architecture(
         activation=activation,
         convolutional=convolutional,
         core=network if network in CORES else None,
-        core_size=int(core_size or hidden_sizes[-1]),
+        core_size=hidden_sizes[-1] if core_size is None else check_count("core_size", core_size),
         streams=None if streams is None else tuple(streams),
         log_std_init=float(log_std_init),
         dtype=np.dtype(dtype),

@@ -210,7 +210,8 @@ def test_action_mask_reaches_the_distribution_and_not_the_torso(make):
     _, output = jax.jit(policy.apply)(params, (), rows, jnp.zeros(B, bool))
     probs = np.asarray(output.distribution.probs())
     assert probs[0, 1] == probs[1, 2] == 0
-    assert (probs[2:] > 0).all()
+    assert np.isnan(probs[2]).all()
+    assert (probs[3] > 0).all()
     free = rows | {"action_mask": jnp.ones((B, 3), bool)}
     close(output.value, policy.value(params, (), free, jnp.zeros(B, bool)))
     alone = make_policy(VECTOR, spaces.Discrete(3), hidden_sizes=(8,))
@@ -433,3 +434,14 @@ def test_observations_that_do_not_fit_the_space_and_shared_decoupled_torsos_are_
         make_policy(VECTOR, COIN).init(KEY, jnp.zeros((4, 2)))
     with pytest.raises(ValueError, match="never shares"):
         make_decoupled_policy(VECTOR, COIN, shared_torso=True)
+
+
+@pytest.mark.parametrize("make", [make_policy, make_decoupled_policy])
+def test_a_missing_space_and_a_core_without_units_are_refused(make):
+    with pytest.raises(TypeError, match=r"observation_space must be one of .*None"):
+        make(None, COIN)
+    for size in (-1, 0):
+        with pytest.raises(ValueError, match=f"core_size must be at least 1, got {size}"):
+            make(VECTOR, COIN, network="lstm", core_size=size)
+    with pytest.raises(TypeError, match="core_size"):
+        make(VECTOR, COIN, network="lstm", core_size="8")
