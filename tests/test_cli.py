@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -573,3 +574,30 @@ def wait_for_rows(directory, seconds=300):
             return
         time.sleep(0.1)
     raise AssertionError(f"no rows in {directory}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shell", "environment"),
+    [
+        ("2>&-", {}),
+        (">&- 2>&-", {}),
+        ("", {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}),
+        ("", {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}),
+    ],
+)
+def test_a_run_needs_neither_a_stderr_nor_unicode(shell, environment, tmp_path):
+    words = shlex.join([sys.executable, "-m", "jaxroll", "train", *TINY, "--out", str(tmp_path)])
+    ran = subprocess.run(
+        ["sh", "-c", f"{words} {shell}"],
+        capture_output=True,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert History.read(tmp_path).steps[-1] == 256
+    if environment:
+        encoding = environment["PYTHONIOENCODING"]
+        plus_minus = {"ascii": "+/-", "latin-1": "±"}[encoding]
+        assert plus_minus in ran.stdout.decode(encoding)
+        assert "compiling ..." in ran.stderr.decode(encoding)

@@ -7,6 +7,7 @@ message and exit code 2; a failure of the run is 1; see `EXIT_CODES` for all of 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll.cli.parser import EXIT_CODES, UsageError, parse
+from jaxroll.train.text import PLAIN
 
 __all__ = ["EXIT_CODES", "main"]
 
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("JAXROLL_DEBUG", "0") not in ("", "0") or "--traceback" in argv
+    for stream in (sys.stdout, sys.stderr):  # ASCII and latin-1 have neither … nor ±
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=PLAIN)
     # XLA's remarks about cached programs would land in the middle of the bar.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:

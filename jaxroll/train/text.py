@@ -18,7 +18,8 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(character, "?") for character in text), error.end
 
 
-codecs.register_error("jaxroll.plain", _plain)
+PLAIN = "jaxroll.plain"  # how a stream may treat what its encoding lacks
+codecs.register_error(PLAIN, _plain)
 
 
 def printable(text: str, stream: IO[str]) -> str:
@@ -31,9 +32,9 @@ def printable(text: str, stream: IO[str]) -> str:
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
-        return text.encode(encoding, "jaxroll.plain").decode(encoding)
+        return text.encode(encoding, PLAIN).decode(encoding)
     except LookupError:  # an encoding that Python does not know
-        return text.encode("ascii", "jaxroll.plain").decode()
+        return text.encode("ascii", PLAIN).decode()
 
 
 def format_count(value: float) -> str:
