@@ -67,9 +67,13 @@ class Node(struct.PyTreeNode):
             """A copy with these fields changed; numbers take the dtype of what they replace."""
             for name in changes.keys() & dynamic:
                 changes[name] = as_leaf(changes[name], like=getattr(self, name))
-            return dataclasses.replace(self, **changes)
+            return dataclasses.replace(self, **self._implied(changes))
 
         cls.replace = replace  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Called by `replace`: the changes, with those of other fields that they bring about."""
+        return changes
 
 
 class Transition(Node):

@@ -159,6 +159,7 @@ class OnPolicyAgent(DistributedAgent):
         storage = self.make_storage(example, carry)
         storage = storage.insert_data_slice(rollout.transition, rollout.initial_carry)
         storage = storage.before_gradients(rollout.last_value)
+        storage._check_targets()  # here it is known whether a `before_gradients` gave them
         if self.normalize_advantage == "rollout":  # of all streams together, as the loss adds them
             contents = storage.contents()
             advantages = jnp.asarray(sum(jax.tree.leaves(contents.targets.advantages)))

@@ -178,7 +178,7 @@ class Storage(Node, abc.ABC):
           >>> from jaxroll import RolloutStorage, Transition
           >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
           ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
-          >>> storage = RolloutStorage.create(step, num_steps=4)
+          >>> storage = RolloutStorage.create(step, num_steps=4).before_gradients(np.zeros(2))
           >>> batches = storage.generate_batches(jax.random.key(0), num_mini_batch=2, num_epochs=3)
           >>> len(batches), {batch.transition.obs.shape for batch in batches}
           (6, {(4, 3)})
@@ -199,6 +199,9 @@ class Storage(Node, abc.ABC):
         """Empty, and all counters 0."""
         zero = {name: jnp.zeros_like(count) for name, count in self._counts().items()}
         return self.update()._with_counts(zero)
+
+    def _check_targets(self) -> None:
+        """Called before sampling: raise if targets are missing and that is known."""
 
     def _counts(self) -> dict[str, Array]:
         """The leaves that only ever grow, by field name."""
@@ -289,6 +292,7 @@ class Batches:
     """Minibatches of a storage, gathered one at a time: an iterable, and a scan inside jit."""
 
     def __init__(self, storage: Storage, plan: MinibatchPlan):
+        storage._check_targets()
         self.storage = storage
         self.plan = plan
 

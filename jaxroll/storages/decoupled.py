@@ -21,7 +21,7 @@ class DecoupledRolloutStorage(RolloutStorage):
       >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.ones(2),
       ...                   terminated=np.zeros(2, bool), log_prob=np.zeros(2), value=np.zeros(2),
       ...                   extras={"adv_pred": np.zeros(2)})
-      >>> storage = DecoupledRolloutStorage.create(step, num_steps=4)
+      >>> storage = DecoupledRolloutStorage.create(step, num_steps=4).before_gradients(np.zeros(2))
       >>> storage.sample_policy(jax.random.key(0), num_mini_batch=2).transition.value is None
       True
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,6 +14,8 @@ from jaxroll import estimators, minibatches
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.storages.base import Storage, allocate, check_like, is_concrete
 from jaxroll.types import Array, Minibatch, PyTree, Targets, Transition, as_leaf
+
+_STALE = -2  # targets_at once a hyperparameter of the targets was changed
 
 
 class RolloutStorage(Storage):
@@ -39,7 +42,7 @@ class RolloutStorage(Storage):
     # One counter is all that an add moves: an operation more for each step would be seen.
     added: Array  # [] int32: adds since it was empty, those past the end included
     lost: Array  # [] int32: adds past the end before that, since create or reset
-    targets_at: Array  # [] int32: how many adds the targets belong to; −1: there are none
+    targets_at: Array  # [] int32: how many adds the targets belong to; below 0: none
     discount: PyTree  # [] float32, or a dict of streams
     gae_lambda: PyTree  # [] float32, or a dict of streams
     episodic: PyTree  # None: all streams end with the episode; else [] bool or a dict
@@ -295,6 +298,13 @@ class RolloutStorage(Storage):
         """
         return self.replace(targets=targets, targets_at=self.added)
 
+    def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Another discount, λ or episodic makes the targets stale."""
+        if changes.keys() & set(self.parameters) and not changes.keys() & {"targets", "targets_at"}:
+            at, where = self.targets_at, np.where if is_concrete(self.targets_at) else jnp.where
+            changes = {**changes, "targets_at": where(at >= 0, np.int32(_STALE), at)}
+        return changes
+
     def before_gradients(self, last_values: PyTree) -> Self:
         """The targets; override it to change rewards or add targets of your own."""
         return self.compute_returns_and_advantages(last_values)
@@ -344,13 +354,20 @@ class RolloutStorage(Storage):
         return row_plan
 
     def minibatch(self, row: MinibatchPlan) -> Minibatch:
-        """One minibatch: leaves [N, ...], or [L, N, ...] with initial carries for sequences."""
+        """One minibatch: leaves [N, ...], or [L, N, ...] with initial carries for sequences.
+
+        Without targets for what is stored it raises; inside jit all rows then weigh 0.
+        """
+        self._check_targets()
+        has_targets = self.has_targets
         picked, targets, weights = minibatches.take((self.data, self.targets, self._weights()), row)
         plan_weights = jnp.broadcast_to(row.weights, row.weights.shape)
         if row.sequence_length is not None:
             plan_weights = jnp.broadcast_to(
                 plan_weights[None], (row.sequence_length, *plan_weights.shape)
             )
+        if isinstance(has_targets, jax.core.Tracer):
+            plan_weights = plan_weights * has_targets
         carry = None
         if self.is_recurrent and row.sequence_length is not None:
             carry = minibatches.take(self.initial_carry, row.replace(sequence_length=None))
@@ -359,6 +376,18 @@ class RolloutStorage(Storage):
             targets=targets,
             weights=plan_weights if weights is None else plan_weights * weights,
             initial_carry=carry,
+        )
+
+    def _check_targets(self) -> None:
+        has_targets = self.has_targets
+        if isinstance(has_targets, jax.core.Tracer) or has_targets:
+            return
+        reason = "there are no targets for what is stored."
+        if self.targets_at == _STALE:
+            reason = f"one of {', '.join(self.parameters)} was changed after the last targets."
+        raise ValueError(
+            f"{reason} Call storage = storage.compute_returns_and_advantages(last_values) before "
+            "sampling."
         )
 
     def sample(
@@ -413,9 +442,7 @@ class RolloutStorage(Storage):
         Args:
           partial: a storage that is not full is fine.
         """
-        position, dropped, has_targets = jax.device_get(
-            (self.position, self.dropped, self.has_targets)
-        )
+        position, dropped = jax.device_get((self.position, self.dropped))
         if dropped:
             raise ValueError(
                 f"{dropped} steps were added past the end and dropped: the storage has num_steps = "
@@ -427,11 +454,7 @@ class RolloutStorage(Storage):
                 f"the storage is not full: {position} of {self.num_steps} steps are written and "
                 "the rest weighs 0. Add the rest, or use check(partial=True) if that is meant."
             )
-        if not has_targets:
-            raise ValueError(
-                "there are no targets for what is stored. Call "
-                "storage = storage.compute_returns_and_advantages(last_values) before sampling."
-            )
+        self._check_targets()
         contents = self.contents()
         weights = np.asarray(contents.weights) > 0
         checked = {"value": self.data.value, "reward": self.data.reward, "targets": self.targets}

@@ -247,6 +247,38 @@ def test_check_tells_what_is_missing():
     ready(DATA.replace(bootstrap_value=unread)).check()
 
 
+def without_targets():
+    added = create()
+    for t in range(T):
+        added = added.add(step(DATA, t))
+    return {
+        "empty": create(),
+        "inserted": create().insert_data_slice(DATA),
+        "added": added,
+        "added after": jax.jit(lambda s: s.update().add(step(DATA)))(ready()),
+        "discount replaced": ready().replace(discount=0.5),
+        "lambda changed": jax.jit(lambda s: s.update_storage_parameter("gae_lambda", 0.1))(ready()),
+    }
+
+
+@pytest.mark.parametrize("name", without_targets())
+def test_sampling_without_targets_raises_and_inside_jit_weighs_nothing(name):
+    storage = without_targets()[name]
+    plan = jax.tree.map(lambda x: x[0], storage.plan(KEY))
+    for sample in (
+        lambda s: s.sample(KEY, 1),
+        lambda s: next(iter(s.generate_batches(KEY))),
+        lambda s: s.minibatch(plan),
+        lambda s: s.check(partial=True),
+    ):
+        with pytest.raises(ValueError, match=r"no targets for what|changed after .*Call storage ="):
+            sample(storage)
+    assert not jax.jit(lambda s: s.sample(KEY, 1))(storage).weights.any()
+    again = storage.before_gradients(LAST)
+    weights = jax.jit(lambda s: s.sample(KEY, 1))(again).weights
+    assert weights.sum() == int(again.position) * B
+
+
 def test_nan_in_an_invalid_row_is_no_fault():
     data = trajectory(4, valid=True)
     data = data.replace(reward=np.where(data.valid, data.reward, np.nan))

@@ -33,7 +33,7 @@ def test_the_carry_before_each_sequence_is_kept(length):
 
 @pytest.mark.parametrize("length", [None, 2])
 def test_minibatches_are_whole_sequences_with_their_first_carry(length):
-    storage = jax.jit(add_all)(recurrent(length), DATA, CARRIES)
+    storage = jax.jit(add_all)(recurrent(length), DATA, CARRIES).before_gradients(np.zeros(B))
     size = length or T
     batches = storage.generate_batches(KEY, num_mini_batch=2)
     seen = []
@@ -53,7 +53,7 @@ def test_minibatches_are_whole_sequences_with_their_first_carry(length):
 
 def test_padded_and_unwritten_sequences_weigh_nothing():
     part = jax.tree.map(lambda x: x[:3], (DATA, CARRIES))
-    storage = add_all(recurrent(2), *part)
+    storage = add_all(recurrent(2), *part).before_gradients(np.zeros(B))
     batches = list(
         storage.generate_batches(None, mini_batch_size=5, shuffle=False, remainder="pad")
     )
@@ -63,6 +63,7 @@ def test_padded_and_unwritten_sequences_weigh_nothing():
 
 def test_sequences_without_a_carry():
     storage = RolloutStorage.create(step(DATA), T, sequence_length=3).insert_data_slice(DATA)
+    storage = storage.before_gradients(np.zeros(B))
     batch = next(iter(storage.generate_batches(KEY, num_mini_batch=2)))
     assert batch.weights.shape == (3, 4)
     assert batch.initial_carry is None
