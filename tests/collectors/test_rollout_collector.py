@@ -584,3 +584,14 @@ def test_noise_is_drawn_at_once_only_where_the_distribution_offers_it():
     shares = np.bincount(first, minlength=3) / 256
     np.testing.assert_allclose(shares, jax.nn.softmax(params["logits"]), atol=0.12)
     assert (rollout.transition.action[0] != rollout.transition.action[4]).any()
+
+
+def test_no_key_is_used_twice():
+    env = make_env("CartPole-v1")
+    policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(4,))
+    with jax.debug_key_reuse(True):
+        actor = jax.jit(lambda key: init_actor(env, policy, key, 2))(jax.random.key(0))
+        params = policy.init(jax.random.key(1), actor.obs)
+        rollout = jax.jit(lambda params, actor: collect(env, policy, params, actor, 3))
+        for _ in range(2):
+            actor, _ = rollout(params, actor)
