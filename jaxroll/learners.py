@@ -142,13 +142,13 @@ def adds_over_rows(loss: Any) -> Any:
 
 
 def chunk_rows(num_rows: int) -> int | None:
-    """How many of a batch's rows to take at a time; None: all of them.
+    """How many of a batch's rows a CPU takes at a time; None: all of them.
 
     Example:
       >>> chunk_rows(128) is None
       True
     """
-    if jax.default_backend() != "cpu" or num_rows < 2 * CHUNK_ROWS:
+    if num_rows < 2 * CHUNK_ROWS:
         return None
     rows = max(n for n in range(1, CHUNK_ROWS + 1) if num_rows % n == 0)
     return rows if rows >= CHUNK_ROWS // 4 else None
@@ -194,11 +194,19 @@ def gradient(
         rows = chunk_rows(jax.tree.leaves(batch)[0].shape[0]) if split_rows else None
         if rows is None:
             return grad(params, batch)
-        chunks = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
-        shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], chunks))
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        add = lambda a, chunk: (jax.tree.map(jnp.add, a, grad(params, chunk)), None)  # noqa: E731
-        return jax.lax.scan(add, vary_as(start, like=(params, batch)), chunks)[0]
+
+        def by_chunks(params: PyTree, batch: Any) -> Any:
+            chunks = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
+            shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], chunks))
+            start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            start = vary_as(start, like=(params, batch))
+            add = lambda a, chunk: (jax.tree.map(jnp.add, a, grad(params, chunk)), None)  # noqa: E731
+            return jax.lax.scan(add, start, chunks)[0]
+
+        def at_once(params: PyTree, batch: Any) -> Any:
+            return vary_as(grad(params, batch), like=(params, batch))
+
+        return jax.lax.platform_dependent(params, batch, cpu=by_chunks, default=at_once)
 
     if reduction == "exact":
         stacked = map_actors(one, batches, reduction=reduction)

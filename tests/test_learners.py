@@ -259,6 +259,17 @@ def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, split)
 
 
+def test_only_a_cpu_takes_rows_by_chunks():
+    rows = 2 * learners.CHUNK_ROWS
+    batch = {"x": jnp.ones((1, rows, 3)), "y": jnp.ones((1, rows)), "weight": jnp.ones((1, rows))}
+    traced = jax.jit(lambda b: gradient(regression, PARAMS, b, split_rows=True)).trace(batch)
+
+    def loops(platform):
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
+
+    assert (loops("cpu"), loops("cuda"), loops("tpu")) == (1, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)]
 )
