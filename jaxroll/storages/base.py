@@ -109,19 +109,21 @@ class Storage(Node, abc.ABC):
     # What follows from it.
 
     @classmethod
-    def create_factory(cls, **options: Any) -> Callable[[Any], Self]:
+    def create_factory(cls, num_steps: int | None = None, **options: Any) -> Callable[[Any], Self]:
         """A function from one sample to a storage, with everything else decided now.
 
         Two with equal options are equal, so that agents made alike share one compilation.
 
         Example:
           >>> from jaxroll import RolloutStorage, Transition
-          >>> make = RolloutStorage.create_factory(num_steps=16, discount=0.9)
+          >>> make = RolloutStorage.create_factory(16, discount=0.9)
           >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
           ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
           >>> make(step).num_steps
           16
         """
+        if num_steps is not None:
+            options = {"num_steps": num_steps, **options}
         known: list[str] = []
         for kind in cls.__mro__:  # `create(example, **options)` hands the rest to its base
             if "create" in kind.__dict__:

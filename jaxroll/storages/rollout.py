@@ -397,6 +397,11 @@ class RolloutStorage(Storage):
 
         The materialised form, for small data and for people; agents scan `plan` instead.
         """
+        if isinstance(key, int):
+            raise TypeError(
+                f"sample(key, num_mini_batch) takes the key first, got key={key}. Write "
+                f"storage.sample(jax.random.key(0), {key})."
+            )
         batches = self.generate_batches(key, num_mini_batch=num_mini_batch, remainder=remainder)
         return batches.stacked()
 

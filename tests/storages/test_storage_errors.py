@@ -121,6 +121,11 @@ def test_adding_something_unlike_the_example_is_explained(change, error, message
             ValueError,
             "num_mini_batch must divide",
         ),
+        (
+            lambda e: create().sample(4, KEY),
+            TypeError,
+            r"takes the key first, got key=4. Write storage.sample\(jax.random.key\(0\), 4\)",
+        ),
         (lambda e: create().add(e, carry=np.zeros(3)), ValueError, "created without one"),
         (
             lambda e: create().update_storage_parameter("discont", 1),
@@ -253,3 +258,9 @@ def ring(**options):
 def test_ring_misuse_is_explained(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_factory_takes_the_size_by_position_too():
+    make = RolloutStorage.create_factory(4, discount=0.5)
+    assert make == RolloutStorage.create_factory(num_steps=4, discount=0.5)
+    assert make(step(DATA)).num_steps == 4
