@@ -13,16 +13,22 @@ import dataclasses
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxroll._toml import toml_key, toml_value
+from jaxroll.checks import check_path
 from jaxroll.train.text import near_matches
 
 MAX_SEED = 2**31 - 1
 GIVEN = "given:"  # before the name of an environment that no config can make, only be given
 _TABLES = ("env_options", "hyperparameters")
+_WORDS = {
+    **dict.fromkeys(("none", "None"), None),
+    **dict.fromkeys(("true", "True", "yes", "on"), True),
+    **dict.fromkeys(("false", "False", "no", "off"), False),
+}
 DECAYING = ("ppo",)  # agents that stay where they are good only if their step size falls
 
 
@@ -265,8 +271,8 @@ def agent_class(name: str) -> Any:
     """The class of an agent by its name, such as "ppo"."""
     from jaxroll.agents import AGENTS
 
-    if name not in AGENTS:
-        raise ValueError(f"unknown agent {name!r}. {near_matches(name, AGENTS)}")
+    if name not in list(AGENTS):
+        raise ValueError(f"unknown agent {name!r}. {near_matches(str(name), AGENTS)}")
     return AGENTS[name]
 
 
@@ -303,15 +309,14 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def parse_value(text: str) -> Any:
-    """A value as on a command line: TOML if it is TOML, else the text itself.
+    """A value as on a command line: a word such as no, TOML if it is TOML, else the text.
 
     Example:
-      >>> [parse_value(x) for x in ("3", "1e-3", "true", "[64, 64]", "lstm", "none")]
-      [3, 0.001, True, [64, 64], 'lstm', None]
+      >>> [parse_value(x) for x in ("3", "1e-3", "off", "[64, 64]", "lstm", "'no'", "none")]
+      [3, 0.001, False, [64, 64], 'lstm', 'no', None]
     """
-    words = {"none": None, "None": None, "True": True, "False": False}
-    if text.strip() in words:
-        return words[text.strip()]
+    if text.strip() in _WORDS:
+        return _WORDS[text.strip()]
     try:
         values = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -353,6 +358,8 @@ def _check_text(name: str, field: dataclasses.Field, value: Any) -> str:
         value = os.fspath(value)
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}.")
+    if value and name in ("out", "init_model_path"):
+        check_path(name, value)
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
@@ -365,7 +372,7 @@ def _check_names(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     known = ("jsonl", "csv", "tensorboard")
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, Sequence):
         raise TypeError(f'{name} must be a list of names, got {value!r}. Use ["csv"].')
     for item in value:
         if item not in known:
@@ -389,7 +396,7 @@ def _plain(name: str, value: Any, text: bool = False) -> Any:
         raise ValueError(f"{name} must be text, got {value!r}.")
     if isinstance(value, Mapping):
         return {str(k): _plain(f"{name}.{k}", v, text) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(name, v, text) for v in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxroll import parallel, train as train_lib
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
-from jaxroll.envs import make_env
 from jaxroll.minibatches import divisors
 from jaxroll.sweeps import Sweep
 from jaxroll.train.history import History
-from jaxroll.train.options import check_budget, check_eval_env
+from jaxroll.train.options import as_eval_env, check_budget
 from jaxroll.train.programs import check_traces, make_program
 from jaxroll.types import Rollout
 
@@ -56,11 +55,10 @@ class DistributedTrainer:
         if isinstance(train_env, str):
             config, train_env = config.replace(env=train_env), None
         self.train_env = config.make_env() if train_env is None else train_env
-        self.test_env = make_env(test_env) if isinstance(test_env, str) else test_env
         self.agent: Any = config.make_agent(self.train_env)
         if train_env is not None:
             config = config.replace(**_settings_of(train_env, self.agent.env_name))
-        check_eval_env(self.agent, self.test_env, "test_env")
+        self.test_env = as_eval_env(self.agent, test_env, "test_env")
         self.config = config.complete()
         if config.num_seeds > 1:
             seeds = range(config.seed, config.seed + config.num_seeds)
@@ -114,6 +112,7 @@ class DistributedTrainer:
         resume: bool = False,
         callbacks: Iterable[Callable[[Any], Any]] = (),
         progress: str | None = None,
+        on_signal: Literal["exit", "return"] = "exit",
         own_process: bool = False,
     ) -> tuple[Any, History]:
         """Train as the config says.
@@ -122,7 +121,8 @@ class DistributedTrainer:
           resume: go on with the run in the config's `out`.
           callbacks: called with an `Event` after each row; a true result stops the run.
           progress: show it so, instead of as the config says.
-          own_process: as in `jaxroll.train.train`.
+          on_signal: as in `jaxroll.train.train`.
+          own_process: as there.
 
         Returns:
           (state, history); of several seeds the state's leaves are [N, ...] and each row has a
@@ -153,6 +153,7 @@ class DistributedTrainer:
             progress=config.progress if progress is None else progress,
             config={"config": config.to_dict()},
             on_begin=self._write_config,
+            on_signal=on_signal,
             own_process=own_process,
         )
         return self._state, self.history
@@ -190,18 +191,19 @@ class DistributedTrainer:
             result |= {"seed_returns": result["episode_return"], **means}
         return result
 
-    def save(self, path: str | os.PathLike[str] | None = None) -> Path:
+    def save(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
         """Write the whole state to a directory of its own; where it is.
 
         Args:
           path: None: `model` in the run's directory, replaced if it is there.
+          overwrite: replace what an earlier save wrote to the path.
         """
         if path is None and self.out is None:
             raise ValueError(
                 'the config names no out, so save needs a path: trainer.save("runs/first/model").'
             )
         target = Path(path) if path is not None else Path(str(self.config.out)) / "model"
-        train_lib.save(self.agent, self.state, target, overwrite=path is None)
+        train_lib.save(self.agent, self.state, target, overwrite=overwrite or path is None)
         return target
 
     def load(self, path: str | os.PathLike[str] | None = None, *, best: bool = False) -> Any:

@@ -22,7 +22,7 @@ from jaxroll.checkpoints import CheckpointWarning
 from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
 from jaxroll.cli.train import claim_directory
-from jaxroll.config import Config
+from jaxroll.config import Config, parse_value
 from jaxroll.train import History
 
 TINY = [
@@ -129,6 +129,9 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["train", "--set", f"num_epochs={2**40}"], "num_epochs must be below 2"),
         (["train", "--num-envs", str(2**20), "--set", "num_steps=4096"], "num_steps must be below"),
         (["train", "--set", "hidden_sizes=[1000000, 1000000]"], "must fit into this machine"),
+        (["train", "--set", "agent=3"], "agent must be a string, got 3"),
+        (["train", "--set", "learning_rate=true"], "learning_rate must be a number, got True"),
+        (["train", "--out", "gs://bucket/run"], "out must be a path on this machine"),
         (["eval", "nowhere"], "no config at nowhere"),
         (["resume", "nowhere"], "no config at nowhere"),
         (["plot", "runs/nowhere"], "there is no run at runs/nowhere"),
@@ -424,7 +427,34 @@ def test_a_gradient_that_is_not_finite_is_code_1(run, capsys):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("word", ["no", "off", "false"])
+def test_words_that_mean_no_turn_a_flag_off(word):
+    assert Config().set({"shared_torso": parse_value(word)}).hyperparameters == {
+        "shared_torso": False
+    }
+
+
 # Processes of their own.
+
+
+@pytest.mark.slow
+def test_a_closed_stream_and_one_that_shows_ascii_only_end_no_run(tmp_path):
+    variables = environment(tmp_path) | {"PYTHONIOENCODING": "ascii"}
+    words = " ".join([sys.executable, "-m", "jaxroll", "train", *(f"'{x}'" for x in TINY)])
+    done = subprocess.run(
+        f"{words} --out run 2>&-", shell=True, env=variables, cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    assert done.returncode == 0
+    assert b"over 4 deterministic episodes" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_signal_during_start_up_ends_the_command(tmp_path):
+    for wait in (0.3, 0.8, 1.5):
+        process = spawn(["train", *TINY, "--num-train-steps", "100_000_000"], tmp_path)
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) in (130, -signal.SIGINT)
 
 
 def environment(tmp_path):

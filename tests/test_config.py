@@ -57,7 +57,9 @@ def configs(draw):
         checkpoint_interval=draw(optional_steps),
         target_return=draw(st.none() | st.floats(-1e6, 1e6)),
         loggers=draw(st.sampled_from([(), ("csv",), ("csv", "tensorboard")])),
-        out=draw(st.none() | _text.filter(lambda s: s not in ("", "none"))),
+        out=draw(
+            st.none() | _text.filter(lambda s: s not in ("", "none") and not set(s) & {"\0", ":"})
+        ),
         env_options=draw(st.dictionaries(_text, _values.filter(_no_none), max_size=3)),
         hyperparameters=hyperparameters,
     )

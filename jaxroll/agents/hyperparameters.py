@@ -91,7 +91,7 @@ class Hyperparameter:
             if self.none is None:
                 raise ValueError(f"{self.name} must be a number, got None.")
             value = self.none
-        if isinstance(value, str | bytes):
+        if isinstance(value, str | bytes | bool):
             raise TypeError(f"{self.name} must be a number, got {value!r}.")
         value = as_leaf(float(value) if isinstance(value, int) else value)
         if not isinstance(value, jax.core.Tracer):

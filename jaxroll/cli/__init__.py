@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll.cli.parser import EXIT_CODES, UsageError, parse
+from jaxroll.train import signals
 from jaxroll.train.text import PLAIN
 
 __all__ = ["EXIT_CODES", "main"]
@@ -34,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       ppo ...
       0
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    with signals.own_process():  # first: no signal is lost from here on
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
+    _open_streams()
     debug = os.environ.get("JAXROLL_DEBUG", "0") not in ("", "0") or "--traceback" in argv
     for stream in (sys.stdout, sys.stderr):  # ASCII and latin-1 have neither … nor ±
         if isinstance(stream, io.TextIOWrapper):
@@ -56,6 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _explain(error, debug)
+
+
+def _open_streams() -> None:
+    """Make streams that are closed lead nowhere."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:  # or the next file that is opened would be the stream
+                opened = os.open(os.devnull, os.O_RDWR)
+                if opened != number:
+                    os.dup2(opened, number)
+                    os.close(opened)
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
 def _explain(error: Exception, debug: bool) -> int:

@@ -15,6 +15,7 @@ EXIT_CODES = {
     "the run failed": 1,
     "a mistake in the command or config": 2,
     "a peer process is gone": 75,
+    "stopped by SIGHUP, saved": 129,
     "stopped by Ctrl-C, saved": 130,
     "stopped by SIGTERM, saved": 143,
 }

@@ -26,9 +26,11 @@ _FLAGS = ("num_train_steps", "seed", "num_seeds", "devices", "reduction", "num_e
 def train_command(args: argparse.Namespace) -> int:
     """Train, test, and say where everything is."""
     config = config_of(args)
+    if args.out is not None:
+        config = config.replace(out=args.out)
     trainer = _prepare(args, config)
     default = f"runs/{config.agent}-{_file_name(config.env)}-{config.seed}"
-    out = _agree_on(claim_directory, args.out or config.out or default)
+    out = _agree_on(claim_directory, config.out or default)
     trainer.config = trainer.config.replace(out=out)
     return _run(trainer, args)
 
@@ -144,13 +146,13 @@ def _run(trainer: DistributedTrainer, args: argparse.Namespace, resume: bool = F
         if warning := _early_zero(config):
             print(f"jaxroll: {warning}", file=sys.stderr)
     progress = "silent" if args.quiet else None
-    _, history = trainer.train(resume=resume, progress=progress, own_process=True)
+    _, history = trainer.train(resume=resume, progress=progress, on_signal="return")
     out = trainer.out
     assert out is not None
     is_saved = history.saved_step == history.stopped_at
     if not is_saved and jax.process_index() == 0:
         print(f"jaxroll: {_unsaved(history, out)}", file=sys.stderr)
-    if history.stopped_by in ("SIGINT", "SIGTERM"):
+    if history.stopped_by in ("SIGINT", "SIGHUP", "SIGTERM"):
         if shown and is_saved:
             step = f"{history.stopped_at:,}"
             print(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxroll import collectors, parallel
 from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
-from jaxroll.train.options import check_eval_env
+from jaxroll.train.options import as_eval_env
 
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1
@@ -44,7 +44,7 @@ def evaluate(
     env: Any = None,
 ) -> dict[str, Any]:
     """Play whole episodes; see `DistributedAgent.eval`."""
-    check_eval_env(agent, env, "env")
+    env = as_eval_env(agent, env, "env")
     key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
     members = getattr(agent, "members", None)
     if members is not None:

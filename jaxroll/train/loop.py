@@ -25,6 +25,7 @@ from jaxroll.train.history import History
 from jaxroll.train.logging import make_loggers
 from jaxroll.train.options import (
     as_callbacks,
+    as_eval_env,
     as_loggers,
     check_new,
     check_options,
@@ -35,13 +36,13 @@ from jaxroll.train.options import (
 from jaxroll.train.programs import check_traces, make_program
 from jaxroll.train.progress import Progress
 from jaxroll.train.schedule import Schedule, next_pace
-from jaxroll.train.signals import Interrupts
+from jaxroll.train.signals import interrupts as signals_of
 from jaxroll.train.states import BEST_KEY, describe, policy_of
 
 # Between checkpoints, where no interval of steps is given: what a kill may cost.
 SECONDS_BETWEEN_SAVES = 300.0
 # Why a run ends before its steps are done; the later goes before the earlier.
-STOPS = (None, "time_budget", "callback", "target_return", "SIGINT", "SIGTERM")
+STOPS = (None, "time_budget", "callback", "target_return", "SIGINT", "SIGHUP", "SIGTERM")
 
 
 class NonFiniteError(FloatingPointError):
@@ -85,6 +86,7 @@ def train(
     progress: str = "auto",
     config: dict[str, Any] | None = None,
     on_begin: Callable[[], Any] = lambda: None,
+    on_signal: Literal["exit", "return"] = "exit",
     own_process: bool = False,
 ) -> tuple[Any, History]:
     """Train an agent until `num_train_steps` environment steps.
@@ -128,17 +130,21 @@ def train(
       config: saved with each checkpoint, beside the agent's hyperparameters.
       on_begin: called once, on process 0, when the directory is this run's: locked and, where there
         is something to restore, restored.
+      on_signal: after Ctrl-C, SIGTERM or SIGHUP the run is saved, and "exit" raises
+        `KeyboardInterrupt` or `SystemExit`, so that a script ends; "return" returns as at any other
+        stop. Ctrl-C in an interactive session returns.
       own_process: end the process itself at a second signal, when a first finds nothing to save, or
         when another process of the run is gone (exit code `parallel.PEER_LOST`).
 
     Returns:
       (state, history): `history.stopped_by` says why it ended ("steps", "target_return",
-      "time_budget", "callback", "SIGINT", "SIGTERM"), `history.stopped_at` at which step and
-      `history.saved_step` which is the newest on disk.
+      "time_budget", "callback", "SIGINT", "SIGHUP", "SIGTERM"), `history.stopped_at` at which step
+      and `history.saved_step` which is the newest on disk.
     """
     given = dict(locals())  # before there are other names
     check_reduction(reduction)
     check_options(agent, given)
+    eval_env = as_eval_env(agent, eval_env, "eval_env")
     if mesh is not None:
         parallel.check_mesh(mesh, agent.num_actors, num_learners)
     elif num_learners not in (None, 1):
@@ -181,15 +187,17 @@ def train(
         stack.callback(program.close)
         stack.enter_context(shown)
         last_words = functools.partial(_last_words, shown, checkpointer, checkpoint_dir)
-        interrupts = stack.enter_context(Interrupts(own_process=own_process, on_exit=last_words))
+        interrupts = stack.enter_context(signals_of(last_words, own_process))
+        interrupts.can_leave = lambda: program.is_collecting
         # Entered last: the rest of the stack would wait for a peer that is gone.
-        stack.enter_context(parallel.peer_guard(own_process=own_process))
+        stack.enter_context(parallel.peer_guard(own_process=interrupts.own_process))
         shown.status("compiling")
         began = time.monotonic()
         source = checkpointer if restores else None
         metadata = {**describe(agent), "seed": seed, **(config or {})}
         begun = _begin(program, source, state, policy, metadata)
         carry, iteration, elapsed, cut_episodes = begun
+        run.begin(iteration, _steps_taken(run, carry["state"], iteration))
         if cut_episodes:
             shown.message(f"{cut_episodes} running episodes of host environments were truncated")
         if is_primary and restores:
@@ -227,13 +235,20 @@ def train(
         saved, saved_time = iteration if resume else -1, began
         if iteration < total:
             carry = program.advance(carry, 0)  # compiles, so that no row's fps counts it
+            if not interrupts.own_process:
+                interrupts.check()  # of a signal whose exception a garbage collection swallowed
         last_row_time, last_row_step = time.monotonic(), run.steps(iteration)
         stopped_by = "steps"
         shown.begin(run.steps(iteration), resumed=restores or state is not None)
         while iteration < total:
             count = min(run.until_next(iteration), total - iteration, pace)
             dispatched = time.monotonic()
-            carry = program.advance(carry, count)
+            try:
+                carry = program.advance(carry, count)
+            except (KeyboardInterrupt, SystemExit):
+                if interrupts.received is None or program.left is None:
+                    raise
+                carry, count = program.left  # an environment hangs: what was before it is saved
             iteration += count
             interrupts.nothing_to_save = False
             now = time.monotonic()
@@ -290,7 +305,16 @@ def train(
         if checkpointer is not None:
             checkpointer.wait()
             history.saved_step = checkpointer.latest_step()
+    is_ours = interrupts.own_process or (interrupts.name == "SIGINT" and hasattr(sys, "ps1"))
+    if on_signal == "exit" and not is_ours:
+        interrupts.check()
     return carry["state"], history
+
+
+def _steps_taken(run: Schedule, state: Any, iteration: int) -> int:
+    """Environment steps of a state; its own count, where the agent keeps it."""
+    taken = int(np.asarray(count_value(state.learner.num_env_steps)).flat[0])
+    return taken if taken or not iteration else run.steps(iteration)
 
 
 def _agreed(stop: str | None, is_due: bool) -> tuple[str | None, bool]:

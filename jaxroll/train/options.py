@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
+from jaxroll.checks import check_choice, check_path
 from jaxroll.envs import as_env
 from jaxroll.spaces import shows_alike
 from jaxroll.train.logging import make_loggers
@@ -56,8 +57,9 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
         if options[name] is not None:
             _check_number(name, options[name])
     for name in ("checkpoint_dir", "init_model_path"):
-        if not isinstance(options[name], str | os.PathLike | None):
-            raise TypeError(f"{name} must be a path, got {options[name]!r}.")
+        if options[name] is not None:
+            check_path(name, options[name])
+    check_choice("on_signal", options["on_signal"], ("exit", "return"))
     mesh, state, config = (options[name] for name in ("mesh", "state", "config"))
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
@@ -77,11 +79,47 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
             f"state must be a TrainState, as agent.init, train and load give it; got a "
             f"{type(state).__name__}. For params alone use init_model_path."
         )
+    if state is not None:
+        check_state(agent, state)
     if not callable(options["on_begin"]):
         raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
     if config is not None:  # not hours later, by the first save
         manifest.to_json("config", config)
-    check_eval_env(agent, options["eval_env"], "eval_env")
+    as_eval_env(agent, options["eval_env"], "eval_env")
+
+
+def check_state(agent: Any, state: Any) -> None:
+    """Raise if a state is not of an agent of these sizes, with the leaves that differ."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if agent.is_host:
+        like, found = jax.eval_shape(agent.init_learner, key), state.learner
+        sizes = agent.num_actors, agent.envs_per_actor
+        if state.actors.is_first.shape != sizes:
+            raise ValueError(
+                f"state must be of num_actors, num_envs / num_actors = {sizes}; it has "
+                f"{state.actors.is_first.shape}."
+            )
+    else:
+        like, found = jax.eval_shape(agent.init, key), state
+    wanted, got = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (like, found))
+    )
+    different = [
+        f"{name} is {_shape(got.get(name))}, the agent's {_shape(wanted.get(name))}"
+        for name in wanted | got
+        if _shape(got.get(name)) != _shape(wanted.get(name))
+    ]
+    if different:
+        raise ValueError(
+            f"state must be of an agent of the same sizes, but {len(different)} leaves differ: "
+            f"{'; '.join(different[:3])}. Create the agent with "
+            "the sizes that the state was made with."
+        )
+
+
+def _shape(leaf: Any) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def check_budget(agent: Any, num_train_steps: int) -> None:
@@ -94,8 +132,8 @@ def check_budget(agent: Any, num_train_steps: int) -> None:
         )
 
 
-def check_eval_env(agent: Any, env: Any, argument: str) -> None:
-    """Raise if the agent's policy cannot act in an environment, of whichever kind it is.
+def as_eval_env(agent: Any, env: Any, argument: str) -> Any:
+    """An environment, or the one of this name; raise if the agent's policy cannot act in it.
 
     Args:
       agent: whose spaces it must have.
@@ -103,7 +141,7 @@ def check_eval_env(agent: Any, env: Any, argument: str) -> None:
       argument: how to call it in an error.
     """
     if env is None:
-        return
+        return None
     env = as_env(env, argument)
     wanted, got = agent.env.observation_space, env.observation_space
     if not shows_alike(wanted, got):
@@ -113,6 +151,7 @@ def check_eval_env(agent: Any, env: Any, argument: str) -> None:
     wanted, got = agent.env.action_space, env.action_space
     if wanted != got:
         raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
+    return env
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
@@ -196,12 +235,20 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"the run has seed {before['seed']}, and goes on with it; got seed {now['seed']}. Use "
             f"seed={before['seed']}, or another directory for a run of another seed."
         )
-    old, new = before.get("hyperparameters", {}), now["hyperparameters"]
-    changed = [
-        f"{name} = {_shown(new[name])}, before {_shown(old[name])}"
-        for name in new
-        if name in old and old[name] != new[name]
-    ]
+    for name in ("agent", "env"):
+        if name in before and before[name] != now[name]:
+            raise ValueError(
+                f"the run has {name} {before[name]}, and goes on with it; got {now[name]}. Use "
+                "another directory for another run."
+            )
+    changed = []
+    for table, prefix in (("hyperparameters", ""), ("env_options", "env_options.")):
+        old, new = before.get(table, {}), now.get(table, {})
+        changed += [
+            f"{prefix}{name} = {_shown(new.get(name))}, before {_shown(old.get(name))}"
+            for name in sorted(old.keys() | new.keys())
+            if (name in old or prefix) and old.get(name) != new.get(name)
+        ]
     if changed:
         warnings.warn(
             f"the run goes on with {'; '.join(changed)}. It is no longer the run that its config "

@@ -7,10 +7,12 @@ to the next, so that rows do not depend on how iterations were grouped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -116,13 +118,22 @@ def _check_memory(agent: Any, state: Any) -> None:
     num_steps = agent.steps_per_iteration // math.prod(actors.is_first.shape[-2:])
     # A row has some eight numbers beside its observation.
     size = _num_bytes(state) + num_steps * _num_bytes((actors.obs, [actors.is_first] * 32))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = available_memory()
     if size > memory:
         raise ValueError(
-            f"state and rollout must fit into this machine's {memory / 2**30:.0f} GiB, but have at "
-            f"least {size / 2**30:.0f} GiB. Use fewer environments (num_envs), shorter or fewer "
+            f"state and rollout must fit into this machine's {memory / 2**30:.1f} GiB, but have at "
+            f"least {size / 2**30:.1f} GiB. Use fewer environments (num_envs), shorter or fewer "
             "unrolls (num_steps, num_storages), or smaller layers."
         )
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of this machine, or of the container (cgroup v1 or v2) where that has fewer."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            memory = min(memory, int((cgroup / name).read_text()))
+    return memory
 
 
 def _num_bytes(tree: PyTree) -> int:
@@ -181,6 +192,7 @@ class DeviceProgram:
 
     def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
         self.agent, self.mesh, self.reduction = agent, mesh, reduction
+        self.is_collecting, self.left = False, None  # a program on the device cannot be left
 
     def init(self, seed: int) -> PyTree:
         """The state of a new run; made whole in one place, so it never depends on the mesh."""
@@ -232,6 +244,8 @@ class HostProgram:
                 "Leave out mesh."
             )
         self.agent = agent
+        self.is_collecting = False  # environments have the main thread now
+        self.left: tuple[Carry, int] | None = None  # what an interrupted `advance` had done
         self.collectors = []
         try:
             for _ in range(agent.num_actors):
@@ -292,8 +306,15 @@ class HostProgram:
         """
         if not count:
             self._rehearse(carry)
-        for _ in range(int(count)):
-            state, rollouts = self._collect(carry["state"])
+        for done in range(int(count)):
+            self.is_collecting = True
+            try:
+                state, rollouts = self._collect(carry["state"])
+            except (KeyboardInterrupt, SystemExit):
+                self.left = carry, done
+                raise
+            finally:
+                self.is_collecting = False
             carry = _host_update(self.agent, {**carry, "state": state}, rollouts)
         return jax.block_until_ready(carry)
 

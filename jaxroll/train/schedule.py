@@ -26,6 +26,7 @@ class Schedule:
         checkpoint_interval: int | None,
     ):
         self.agent = agent
+        self._first = (0, agent.prefilled_steps)  # an iteration, and the steps taken until then
         self.log_every = self._iterations("log_interval", log_interval)
         self.save_every = self._iterations("checkpoint_interval", checkpoint_interval)
         self.eval_every = self._iterations("eval_interval", eval_interval)
@@ -37,14 +38,19 @@ class Schedule:
             raise ValueError(f"{name} must be at least 1 environment step, got {steps}.")
         return max(1, -(-int(steps) // self.agent.steps_per_iteration))
 
+    def begin(self, iteration: int, steps: int) -> None:
+        """Count on from a state: what was done before may have had iterations of another size."""
+        self._first = (iteration, steps)
+
     def steps(self, iteration: int) -> int:
         """Environment steps after so many iterations."""
-        return self.agent.prefilled_steps + iteration * self.agent.steps_per_iteration
+        first, steps = self._first
+        return steps + (iteration - first) * self.agent.steps_per_iteration
 
     def iterations(self, steps: int) -> int:
         """Iterations that reach at least so many environment steps."""
-        left = steps - self.agent.prefilled_steps
-        return max(0, math.ceil(left / self.agent.steps_per_iteration))
+        first, done = self._first
+        return first + max(0, math.ceil((steps - done) / self.agent.steps_per_iteration))
 
     def is_log(self, iteration: int) -> bool:
         """Whether a row ends here."""

@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM: the first saves and ends the run, a second ends it at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first saves and ends the run, a second ends it at once.
 
-Python runs its signal handlers only between bytecodes, and a compilation can hold the main thread
-for many seconds. So in a process of our own (`own_process=True`, the command line) a thread reads
-the signals as they arrive: with nothing to save the process ends at once, and whatever happens it
-ends within `bound` seconds, and a moment for its last words.
+Handlers only note the signal, since an exception raised by one is lost if it lands in a callback of
+the garbage collector. Python runs them between bytecodes, and a compilation can hold the main
+thread for many seconds. So in a process of our own (the command line, `own_process`) a thread reads
+the signals as they arrive: with nothing to save the process ends at once, otherwise within `bound`
+seconds. In a user's process nothing is ended hard: `Interrupts` raises `KeyboardInterrupt` or
+`SystemExit`, and an environment that hangs is left after `bound` seconds.
 """
 
 from __future__ import annotations
@@ -14,50 +16,61 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BOUND = 9.0  # seconds from the first signal to the end
 _LAST_WORDS = 0.5  # seconds
+_OWN: list[Interrupts] = []  # that of a process of our own
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `received` instead of raising.
+    """While entered, signals set `received`.
 
     Args:
       own_process: whether the process is ours to end.
-      bound: seconds from the first signal to the end of such a process.
-      on_exit: called with the signal's name before the process is ended hard: to put the terminal
-        right, to say what is saved. It has half a second.
+      bound: seconds from the first signal to the end of such a process, or until an environment
+        that hangs is left.
 
     Attributes:
       received: the number of the first signal, or None.
       nothing_to_save: while True, a signal ends the work at once.
+      can_leave: says whether the main thread may be interrupted where it is now.
+      on_exit: called with the signal's name before the process is ended hard; it has half a second.
     """
 
-    def __init__(
-        self,
-        *,
-        own_process: bool = False,
-        bound: float = 9.0,
-        on_exit: Callable[[str], None] = lambda name: None,
-    ):
+    def __init__(self, *, own_process: bool = False, bound: float | None = None):
         self.received: int | None = None
         self.nothing_to_save = True
-        self._own_process, self._bound, self._on_exit = own_process, bound, on_exit
+        self.can_leave: Callable[[], bool] = lambda: False
+        self.on_exit: Callable[[str], None] = _say_ended
+        self.own_process, self._bound = own_process, BOUND if bound is None else bound
         self._old: dict[int, Any] = {}
         self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._timer: threading.Timer | None = None
+        self._is_overdue = False
 
     @property
     def name(self) -> str:
-        """The signal's name, such as "SIGTERM"."""
+        """The signal's name, such as "SIGTERM"; empty if none came."""
         return signal.Signals(self.received).name if self.received else ""
+
+    def check(self) -> None:
+        """Raise if a signal came: `KeyboardInterrupt`, or `SystemExit` with 128 + its number."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received:
+            raise SystemExit(128 + self.received)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is not threading.main_thread():
             return self  # only the main thread can have handlers; the caller's stay
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in NUMBERS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
             self._old[number] = signal.signal(number, self._handle)
-        if self._own_process:
+        if self.own_process:
             reader, writer = self._sockets = socket.socketpair()
             writer.setblocking(False)
             signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -65,6 +78,8 @@ class Interrupts:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        if self._timer is not None and not self.own_process:
+            self._timer.cancel()
         for number, handler in self._old.items():
             signal.signal(number, handler)
         if self._sockets is not None:
@@ -73,17 +88,32 @@ class Interrupts:
                 end.close()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self._own_process:
-            self.received = self.received or number  # the thread does the rest
+        is_first, self.received = self.received is None, self.received or number
+        if self.own_process:
+            return  # the thread does the rest
+        if self._is_overdue:
+            self._is_overdue = False
+            if not self.can_leave():
+                return
+        elif is_first and not self.nothing_to_save:
+            self._start_timer(self._leave)
             return
-        if self.nothing_to_save or self.received is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + number)
-        self.received = number
+        self.check()
+
+    def _leave(self) -> None:
+        self._is_overdue = True
+        # To the thread itself, so that a sleep or a wait there is interrupted.
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, self.received or signal.SIGINT)
+
+    def _start_timer(self, function: Callable[..., None], *args: Any) -> None:
+        self._timer = threading.Timer(self._bound, function, args=args)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _watch(self, reader: socket.socket) -> None:
-        first = True
+        is_first = True
         while True:
             try:
                 data = reader.recv(1)
@@ -92,15 +122,13 @@ class Interrupts:
             if not data:
                 return
             number = data[0]
-            if number not in (signal.SIGINT, signal.SIGTERM):
+            if number not in self._old:
                 continue
-            if self.nothing_to_save or not first:
+            if self.nothing_to_save or not is_first:
                 self._end(number)
-            first = False
+            is_first = False
             self.received = self.received or number
-            timer = threading.Timer(self._bound, self._end, args=(number,))
-            timer.daemon = True
-            timer.start()
+            self._start_timer(self._end, number)
 
     def _end(self, number: int) -> None:
         # In a thread: a terminal or a disk that does not answer must not keep the process.
@@ -111,7 +139,38 @@ class Interrupts:
 
     def _say(self, number: int) -> None:
         with contextlib.suppress(Exception):
-            self._on_exit(signal.Signals(number).name)
+            self.on_exit(signal.Signals(number).name)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def own_process() -> Iterator[Interrupts]:
+    """While entered, the process is ours: every `interrupts()` is the one made here."""
+    with Interrupts(own_process=True) as made:
+        _OWN.append(made)
+        try:
+            yield made
+        finally:
+            _OWN.remove(made)
+
+
+@contextlib.contextmanager
+def interrupts(on_exit: Callable[[str], None], own_process: bool = False) -> Iterator[Interrupts]:
+    """The signals of a run: those of a process of our own, or new ones for as long as it is."""
+    if not _OWN:
+        with Interrupts(own_process=own_process) as made:
+            made.on_exit = on_exit
+            yield made
+        return
+    made = _OWN[-1]
+    made.on_exit = on_exit
+    try:
+        yield made
+    finally:
+        made.nothing_to_save, made.on_exit = True, _say_ended
+
+
+def _say_ended(name: str) -> None:
+    print(f"jaxroll: ended by {name}.", file=sys.stderr)

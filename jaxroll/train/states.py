@@ -25,7 +25,17 @@ def describe(agent: Any) -> dict[str, Any]:
         if isinstance(value, float) and math.isinf(value):
             value = None
         values[name] = list(value) if isinstance(value, tuple) else value
-    return {"agent": agent.name, "env": agent.env_name, "hyperparameters": values}
+    _, options = getattr(agent.env, "arguments", None) or ("", {})
+    return {
+        "agent": agent.name,
+        "env": agent.env_name,
+        "env_options": {name: _as_text(value) for name, value in options.items()},
+        "hyperparameters": values,
+    }
+
+
+def _as_text(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
 def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:

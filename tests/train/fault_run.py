@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, make_env
 from jaxroll.checkpoints import CheckpointWarning
-from jaxroll.train import loop
+from jaxroll.train import loop, signals
 from jaxroll.train.files import LogWarning
 
 SIZES = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,)}
@@ -62,8 +62,7 @@ def main(directory, agent, steps):
     loop._begin = hold("compiling", loop._begin)
     checkpoints.checkpointer.write_step = hold("saving", checkpoints.checkpointer.write_step)
     if "BOUND" in os.environ:
-        ends = loop.Interrupts
-        loop.Interrupts = lambda **kw: ends(**kw, bound=float(os.environ["BOUND"]))
+        signals.BOUND = float(os.environ["BOUND"])
     _, history = AGENTS[agent]().train(
         steps,
         seed=7,

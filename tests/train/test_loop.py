@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 from jaxroll import PPO, make_env
-from jaxroll.checkpoints import Checkpointer, NoCheckpointError
+from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError
+from jaxroll.collectors.host import HostCollector
+from jaxroll.config import Config
 from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
-from jaxroll.train import History, JsonlLogger, loop, programs, states
+from jaxroll.train import History, JsonlLogger, loop, programs, signals, states
+from jaxroll.train.options import check_same_run
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
@@ -166,7 +170,7 @@ def test_evaluations_come_with_their_rows_and_can_stop_the_run(ppo):
     assert history.steps.tolist() == [32, 64]  # the row at 32 has no evaluation
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
     def press(event):
         if event.step == 64:
@@ -174,7 +178,12 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
 
     old = signal.getsignal(signum)
     state, history = ppo.train(
-        10**9, log_interval=32, checkpoint_dir=tmp_path, callbacks=[press], **QUIET
+        10**9,
+        log_interval=32,
+        checkpoint_dir=tmp_path,
+        callbacks=[press],
+        on_signal="return",
+        **QUIET,
     )
     assert history.stopped_by == signal.Signals(signum).name
     assert state.learner.iteration == 2
@@ -494,3 +503,84 @@ def test_rows_that_only_reset_are_told_apart_from_steps():
     resets = round((1 - row["valid_fraction"]) * 512)
     assert ends > 4
     assert ends - agent.num_envs <= resets <= ends
+
+
+def test_steps_taken_are_part_of_the_state(tmp_path):
+    options = {"checkpoint_dir": tmp_path, "log_interval": 32, **QUIET}
+    small("ppo", DRIFT).train(64, **options)
+    shorter = small("ppo", DRIFT, num_steps=4)
+    with pytest.warns(CheckpointWarning, match="num_steps = 4, before 8"):
+        state, history = shorter.train(96, resume=True, **options)
+    assert history.steps.tolist() == [32, 64, 96]
+    assert count_value(state.learner.num_env_steps) == 96
+    _, history = shorter.train(112, state=state, log_interval=16, **QUIET)
+    assert history.steps.tolist() == [112]
+
+
+def test_a_state_of_other_sizes_is_refused(ppo):
+    state = init(small("ppo", DRIFT, num_envs=8), jax.random.key(0))
+    with pytest.raises(ValueError, match=r"state must be of .*leaves differ: actors\."):
+        ppo.train(64, state=state, **QUIET)
+
+
+def test_another_environment_is_refused_and_other_options_of_it_are_named(tmp_path):
+    options = {"checkpoint_dir": tmp_path, **QUIET}
+    small("ppo", make_env("CartPole-v1")).train(32, **options)
+    shorter = small("ppo", make_env("CartPole-v1", max_steps_in_episode=5))
+    with pytest.warns(CheckpointWarning, match=r"env_options\.max_steps_in_episode = 5, before"):
+        shorter.train(64, resume=True, **options)
+    with pytest.raises(ValueError, match=r"the run has env CartPole-v1, and goes on with it"):
+        check_same_run({"seed": 0, "env": "CartPole-v1"}, {"seed": 0, "env": "Acrobot-v1"})
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_after_a_signal_the_caller_ends_too(ppo, tmp_path, signum):
+    def press(event):
+        os.kill(os.getpid(), signum)
+
+    kind = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
+    with pytest.raises(kind) as error:
+        ppo.train(10**9, log_interval=32, checkpoint_dir=tmp_path, callbacks=[press], **QUIET)
+    if kind is SystemExit:
+        assert error.value.code == 128 + signum
+    assert ppo.load(tmp_path).learner.iteration == 1
+
+
+def test_a_signal_while_an_environment_hangs_saves_what_was_before_it(tmp_path, monkeypatch):
+    agent = host_ppo()
+    collect, calls = HostCollector.collect, []
+
+    def hang(self, *args):
+        calls.append(1)
+        if len(calls) == 3:  # the first is only compiled
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return collect(self, *args)
+
+    monkeypatch.setattr(HostCollector, "collect", hang)
+    monkeypatch.setattr(signals, "BOUND", 0.2)
+    with pytest.raises(SystemExit):
+        agent.train(10**6, checkpoint_dir=tmp_path, log_interval=32, **QUIET)
+    monkeypatch.undo()
+    assert agent.load(tmp_path).learner.iteration == 1
+
+
+def test_the_memory_of_a_container_counts(tmp_path):
+    (tmp_path / "memory").mkdir()
+    machine = programs.available_memory(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert programs.available_memory(tmp_path) == machine
+    for name in ("memory/memory.limit_in_bytes", "memory.max"):
+        (tmp_path / name).write_text("4096\n")
+        assert programs.available_memory(tmp_path) == 4096
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_remote_directory_is_refused_before_anything_is_compiled(ppo, path, monkeypatch):
+    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
+    for name in ("checkpoint_dir", "init_model_path"):
+        with pytest.raises(ValueError, match=f"{name} must be a path on this machine"):
+            ppo.train(64, **{name: path}, **QUIET)
+    with pytest.raises(ValueError, match="out must be a path on this machine"):
+        Config(out=path)
