@@ -227,7 +227,8 @@ def small_disk(tmp_path):
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    # Lazily: a write that failed may still hold a file open.
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 # A write that fails leaves futures behind whose errors tensorstore reports when they are collected.
