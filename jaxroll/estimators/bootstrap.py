@@ -227,8 +227,11 @@ def cumsum_in_place(x: Array, decay: Array, continues: Array) -> jax.Array:
 
 @cumsum_in_place.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """By a scan: the gradient of a loop in place would copy the array at every step."""
-    return jax.jvp(_scanned_cumsum, primals, tangents)
+    """By a scan: the gradient of a loop in place would copy the array at every step.
+
+    The sums themselves stay those in place: under vmap, the rule must batch along the same axis.
+    """
+    return cumsum_in_place(*primals), jax.jvp(_scanned_cumsum, primals, tangents)[1]
 
 
 def _scanned_cumsum(x: Array, decay: Array, continues: Array) -> jax.Array:

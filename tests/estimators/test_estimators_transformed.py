@@ -16,6 +16,7 @@ from estimator_calls import (
 )
 
 import jaxroll
+from jaxroll.estimators import bootstrap
 
 
 def column(*numbers):
@@ -211,3 +212,17 @@ def test_gae_for_accelerators_is_few_operations():
     traced = jax.jit(lambda c: call("gae", c)).trace(case)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("stablehlo.multiply") < 40, lowered.count("stablehlo.multiply")
+
+
+def test_gradients_of_many_actors_are_those_of_each():
+    """vmap inside grad, with as many actors as neither T nor B."""
+    x, decay = np.random.default_rng(0).normal(size=(2, 3, 7, 2)).astype(np.float32)
+    goes_on = jnp.asarray(x > -1)
+
+    def loss(scale, x, decay, goes_on):
+        sums = bootstrap.discounted_cumsum(scale * x, decay, goes_on)
+        return jnp.sum(sums * jnp.where(goes_on, sums, 0))
+
+    together = jax.grad(lambda s: jnp.sum(jax.vmap(loss, (None, 0, 0, 0))(s, x, decay, goes_on)))
+    each = [jax.grad(loss)(1.5, *row) for row in zip(x, decay, goes_on)]
+    np.testing.assert_allclose(jax.jit(together)(1.5), sum(each), rtol=1e-5)
