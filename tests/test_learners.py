@@ -1,5 +1,6 @@
 """Gradients over actors: sums, not means of means; clipped, guarded, the same on any mesh."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +79,7 @@ def test_gradient_is_the_same_on_every_mesh(batches, reduction):
 
     alone, spread = on(1), on(4)
     if reduction == "exact":
-        jax.tree.map(np.testing.assert_array_equal, alone, spread)
+        chex.assert_trees_all_equal(alone, spread)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         spread[0],
@@ -105,7 +106,7 @@ def test_gradient_is_the_same_where_jax_checks_what_varies(batches, reduction, n
         return jax.jit(run)(PARAMS, batches)
 
     checked = on(True)
-    jax.tree.map(np.testing.assert_array_equal, checked, on(False))
+    chex.assert_trees_all_equal(checked, on(False))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         checked[0],
@@ -171,7 +172,7 @@ def test_integers_are_added_as_integers_across_devices():
             out_specs=PartitionSpec(),
             check_vma=check_vma,
         )(tree)
-        jax.tree.map(np.testing.assert_array_equal, gathered, tree)
+        chex.assert_trees_all_equal(gathered, tree)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,5 +1,6 @@
 """Losses equal numpy, add over parts, and never see what has no weight."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def test_rows_without_weight_leave_no_trace_in_loss_or_gradient(name, junk):
     value, grads = jax.value_and_grad(total)(dirty)
     clean_value, clean_grads = jax.value_and_grad(total)(DATA)
     np.testing.assert_array_equal(value, clean_value)
-    jax.tree.map(np.testing.assert_array_equal, grads, clean_grads)
+    chex.assert_trees_all_equal(grads, clean_grads)
 
 
 @pytest.mark.parametrize("name", ["clipped_policy_loss", "policy_gradient_loss", "value_loss",

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +106,7 @@ def test_packed_metrics_arrive_bit_by_bit():
     packed = jax.jit(pack)(metrics)
     assert packed.ndim == 1
     got = unpack(packed, jax.eval_shape(lambda: metrics))
-    jax.tree.map(np.testing.assert_array_equal, got, jax.device_get(metrics))
+    chex.assert_trees_all_equal(got, jax.device_get(metrics))
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, metrics)
     with pytest.raises(ValueError, match=r"like has 8 bytes, but packed has \d+"):
         unpack(packed, {"nan": metrics["nan"]})
@@ -134,7 +135,7 @@ def test_row_of_weight_zero_may_hold_nan():
 def test_merging_with_zeros_changes_nothing():
     metrics = measure(*[x[0] for x in batches(1)])
     for merged in (merge(zeros_like(metrics), metrics), merge(metrics, zeros_like(metrics))):
-        jax.tree.map(np.testing.assert_array_equal, merged, metrics)
+        chex.assert_trees_all_equal(merged, metrics)
         assert jax.tree.structure(merged) == jax.tree.structure(metrics)
 
 

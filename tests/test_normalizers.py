@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,7 @@ def test_rows_of_weight_zero_have_no_effect():
     np.testing.assert_allclose(statistics.std, kept.std(0), rtol=1e-5)
     assert float(statistics.count) == 4
     nothing = statistics.update(spoiled, np.zeros(6, bool))
-    jax.tree.map(np.testing.assert_array_equal, nothing, statistics)
+    chex.assert_trees_all_equal(nothing, statistics)
     fresh = RunningStatistics.create(np.zeros(3)).update(spoiled, np.zeros(6))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(fresh))
 
@@ -105,7 +106,7 @@ def test_rows_that_are_not_finite_have_no_effect():
     assert seen.count == 4
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), seen, expected)
     nothing = update(seen, jax.tree.map(lambda x: x[[1, 4]], batch))
-    jax.tree.map(np.testing.assert_array_equal, nothing, seen)
+    chex.assert_trees_all_equal(nothing, seen)
 
 
 def test_sums_start_anew_after_one_that_is_not_finite():
@@ -166,7 +167,7 @@ def test_actors_merge_in_their_order_bitwise_on_any_number_of_devices():
         )
         results.append(jax.jit(sharded)(start, batches))
     for other in results[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, results[0])
+        chex.assert_trees_all_equal(other, results[0])
     # … and in that order, one after the other
     by_hand = start
     for batch in batches:

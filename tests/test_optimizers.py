@@ -1,5 +1,6 @@
 """Optimisers are those of optax, clipped and guarded, as trees and as vectors."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_without_a_norm_given_an_optimiser_finds_it():
     grads = {"w": jnp.array([3.0, 0.0, 4.0]), "b": jnp.array(0.0)}
     plain = ours.update(grads, ours.init(PARAMS), PARAMS)
     given = ours.update(grads, ours.init(PARAMS), PARAMS, norm=jnp.float32(5))
-    jax.tree.map(np.testing.assert_array_equal, plain, given)
+    chex.assert_trees_all_equal(plain, given)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -61,7 +62,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(name, seen, 
         params, opt_state, _ = apply_gradient(optimizer, params, opt_state, good)
     grads = {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.array(1.0)}
     after = apply_gradient(optimizer, params, opt_state, grads)
-    jax.tree.map(np.testing.assert_array_equal, after[:2], (params, opt_state))
+    chex.assert_trees_all_equal(after[:2], (params, opt_state))
     assert after[2]["nonfinite"].tolist() == [0, 1]  # leaves in order: b, w
     assert after[2]["grad_norm"] == 0
 
@@ -70,7 +71,7 @@ def test_a_sum_that_overflows_names_the_largest_leaf():
     ours, _ = OPTIMIZERS["adam"]
     large = {"w": jnp.full(3, 1.05e19), "b": jnp.array(1.0e19)}  # squares fit, their sum does not
     after = apply_gradient(ours, PARAMS, ours.init(PARAMS), large)
-    jax.tree.map(np.testing.assert_array_equal, after[0], PARAMS)
+    chex.assert_trees_all_equal(after[0], PARAMS)
     assert after[2]["nonfinite"].tolist() == [0, 1]
 
 
@@ -85,7 +86,7 @@ def test_as_vectors_an_optimiser_takes_the_same_steps(name):
         grads = {"w": jnp.array([1.0, bad, -2.0]), "b": jnp.array(0.5)}
         params, state, report = apply_gradient(ours, params, state, grads)
         flat_params, flat_state, flat_report = apply_gradient(flat, flat_params, flat_state, grads)
-        jax.tree.map(np.testing.assert_array_equal, flat_report, report)
+        chex.assert_trees_all_equal(flat_report, report)
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6)  # noqa: E731
     jax.tree.map(close, (flat_params, restore(flat_state)), (params, state))
 

@@ -1,5 +1,6 @@
 """DistributedTrainer: one config to a whole run."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -50,16 +51,16 @@ def test_the_config_of_a_run_reproduces_it(run):
     again = DistributedTrainer(Config.read(run.out).replace(out=None))
     state, history = again.train()
     assert rows(history) == rows(run.history)
-    jax.tree.map(np.testing.assert_array_equal, state.learner.params, run.state.learner.params)
+    chex.assert_trees_all_equal(state.learner.params, run.state.learner.params)
 
 
 def test_acting_shows_what_an_actor_collects_next_and_changes_nothing(run):
     before = jax.tree.map(np.asarray, run.state.learner)
     first, again, other = run.act(0), run.act(0), run.act(1)
     assert first.transition.reward.shape == (8, 2)
-    jax.tree.map(np.testing.assert_array_equal, first.transition, again.transition)
+    chex.assert_trees_all_equal(first.transition, again.transition)
     assert (first.transition.obs != other.transition.obs).any()
-    jax.tree.map(np.testing.assert_array_equal, before, run.state.learner)
+    chex.assert_trees_all_equal(before, run.state.learner)
     with pytest.raises(ValueError, match="actor must be from 0 to 1, got 2"):
         run.act(2)
 
@@ -79,7 +80,7 @@ def test_what_is_saved_is_loaded(run, tmp_path):
     elsewhere = DistributedTrainer(run.config)
     for path in (None, run.save(tmp_path / "mine")):
         state = elsewhere.load(path)
-        jax.tree.map(np.testing.assert_array_equal, state.learner, run.state.learner)
+        chex.assert_trees_all_equal(state.learner, run.state.learner)
 
 
 def test_a_run_is_not_written_over_but_continued(run):

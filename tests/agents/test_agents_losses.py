@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -395,7 +396,7 @@ def test_impala_does_not_look_at_invalid_rows(network, action):
 
     ordinary, unusable = (grad(state.learner.params, with_row(x)) for x in (0.5, jnp.nan))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(unusable))
-    jax.tree.map(np.testing.assert_array_equal, ordinary, unusable)
+    chex.assert_trees_all_equal(ordinary, unusable)
 
 
 def test_advantages_are_normalised_once_in_each_mode():

@@ -5,6 +5,7 @@ import functools
 import itertools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,21 +377,16 @@ def test_rollouts_repeat_for_a_key_and_differ_between_keys_and_rollouts():
 def test_one_compilation_and_one_tree_for_all_rollouts():
     env, policy = Script(), Counter()
     actor, params = start(env, policy)
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(1)
     def step(params, actor):
-        traces.append(1)
         return collect(env, policy, params, actor, 4)[0]
 
-    kinds = [jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), actor)]
+    first = actor
     for _ in range(3):
         actor = step(params, actor)
-        kinds.append(
-            jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), actor)
-        )
-    assert len(traces) == 1
-    assert all(kind == kinds[0] for kind in kinds)
+        chex.assert_trees_all_equal_shapes_and_dtypes(actor, first)
     assert int(actor.num_rollouts) == 3
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -366,16 +367,14 @@ def test_policies_made_alike_are_equal_and_share_a_compilation():
         assert a == b
         assert hash(a) == hash(b)
         assert a != make(NESTED, COIN, hidden_sizes=(9,), network="lstm")
-    traces = []
 
+    @chex.assert_max_traces(1)
     def run(policy, obs):
-        traces.append(policy)
         return policy.initial_carry(2)
 
     jitted = jax.jit(run, static_argnums=0)
     jitted(make_policy(VECTOR, COIN), jnp.zeros(3))
     jitted(make_policy(VECTOR, COIN), jnp.zeros(3))
-    assert len(traces) == 1
 
 
 @dataclasses.dataclass(frozen=True)

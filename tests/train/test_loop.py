@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -351,7 +352,7 @@ def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
         begun, _ = agent.train(32, init_model_path=tmp_path / path, seed=8, **QUIET)
         assert begun.learner.iteration == 1
         seen.append(begun)
-        jax.tree.map(np.testing.assert_array_equal, begun.learner.params, state.learner.params)
+        chex.assert_trees_all_equal(begun.learner.params, state.learner.params)
     assert leaves_equal(*seen)
     wider = small("ppo", DRIFT, hidden_sizes=(16,))
     with pytest.raises(ValueError, match=r"Dense_0.*\n?.*\[2, 16\]|16") as error:
