@@ -33,7 +33,7 @@ from jaxroll.train.options import (
     check_same_run,
     has_steps,
 )
-from jaxroll.train.programs import check_traces, make_program
+from jaxroll.train.programs import check_traces, make_program, read_metrics
 from jaxroll.train.progress import Progress
 from jaxroll.train.schedule import Schedule, next_pace
 from jaxroll.train.signals import interrupts as signals_of
@@ -235,6 +235,7 @@ def train(
         saved, saved_time = iteration if resume else -1, began
         if iteration < total:
             carry = program.advance(carry, 0)  # compiles, so that no row's fps counts it
+            carry, _ = read_metrics(carry, reset=False)
             if not interrupts.own_process:
                 interrupts.check()  # of a signal whose exception a garbage collection swallowed
         last_row_time, last_row_step = time.monotonic(), run.steps(iteration)
@@ -255,9 +256,10 @@ def train(
             pace = next_pace(pace, count, now - dispatched, fixed=jax.process_count() > 1, run=run)
             step = run.steps(iteration)
             row, stop, at_end = {}, None, iteration == total
-            _check_finite(carry, step, nonfinite, checkpointer)
+            carry, numbers = read_metrics(carry, reset=run.is_log(iteration))
+            _check_finite(carry, numbers, step, nonfinite, checkpointer)
             if run.is_log(iteration) or at_end:
-                row = _row(carry, agent, step, elapsed + now - began)
+                row = _row(numbers, step, elapsed + now - began)
                 row["fps"] = (step - last_row_step) / max(now - last_row_time, 1e-9)
                 if cut_episodes:
                     row["cut_episodes"] = cut_episodes
@@ -272,8 +274,6 @@ def train(
                         agent, carry["state"], seed, iteration, num_eval_episodes, eval_env
                     )
                 last_row_time, last_row_step = time.monotonic(), step
-                if run.is_log(iteration):
-                    carry = {**carry, "metrics": program.start(carry["state"])["metrics"]}
                 for tidy in _tidy_rows(row, members):
                     history.append(tidy)
                     if logger is not None:
@@ -382,8 +382,10 @@ def _iteration(state: Any) -> int:
     return int(np.asarray(state.learner.iteration).flat[0])
 
 
-def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpointer | None) -> None:
-    counts = np.asarray(jax.device_get(carry["metrics"]["nonfinite"].total))
+def _check_finite(
+    carry: Any, numbers: Any, step: int, nonfinite: str, checkpointer: Checkpointer | None
+) -> None:
+    counts = numbers["metrics"]["nonfinite"].total
     counts = counts.reshape(-1, counts.shape[-1]).sum(0)  # over the members of a sweep
     if nonfinite == "stop" and counts.any():
         names = [
@@ -404,14 +406,14 @@ def _check_finite(carry: Any, step: int, nonfinite: str, checkpointer: Checkpoin
         )
 
 
-def _row(carry: Any, agent: Any, step: int, seconds: float) -> dict[str, Any]:
-    numbers = metrics_lib.compute(carry["metrics"])
+def _row(read: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:
+    numbers = metrics_lib.compute(read["metrics"])
     counts = np.asarray(numbers.pop("nonfinite", 0))
     numbers["skipped_updates"] = counts.max(-1, initial=0).tolist()
     numbers.pop("episodes", None)
     return {
         "step": step,
-        "episode": count_value(carry["state"].learner.num_episodes),
+        "episode": count_value(read["num_episodes"]),
         **numbers,
         "total_time": seconds,
     }

@@ -66,6 +66,28 @@ def _init_learner(agent: Any, key: jax.Array) -> PyTree:
     return agent.init_learner(key)
 
 
+def read_metrics(carry: Carry, *, reset: bool) -> tuple[Carry, dict[str, Any]]:
+    """The metrics of a carry on the host, by one dispatch and one transfer.
+
+    Args:
+      carry: its metrics are donated.
+      reset: whether they start at zero again.
+
+    Returns:
+      (carry, {"metrics", "num_episodes"}): numpy arrays in the structure of the carry's.
+    """
+    read = {"metrics": carry["metrics"], "num_episodes": carry["state"].learner.num_episodes}
+    metrics, packed = _read_metrics(carry["metrics"], read["num_episodes"], np.bool_(reset))
+    return {**carry, "metrics": metrics}, metrics_lib.unpack(packed, read)
+
+
+@functools.partial(jax.jit, donate_argnames=("metrics",))
+def _read_metrics(metrics: Any, num_episodes: Any, reset: Any) -> tuple[Any, jax.Array]:
+    packed = metrics_lib.pack({"metrics": metrics, "num_episodes": num_episodes})
+    # A choice, not new zeros: the leaves stay on the devices where they are.
+    return jax.tree.map(lambda x: jnp.where(reset, jnp.zeros_like(x), x), metrics), packed
+
+
 def carry_specs(agent: Any) -> Any:
     """Where each part of a carry lives on a mesh: actors spread, the rest on every device."""
     return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.array import ArrayImpl
 
 from jaxroll import PPO, make_env
 from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError
@@ -408,6 +409,68 @@ def test_whole_episodes_are_evaluated_and_repeatable(ppo):
     np.testing.assert_array_equal(one["episode_returns"], two["episode_returns"])
     other = ppo.eval(state, 5, seed=2)
     assert not np.array_equal(one["episode_returns"], other["episode_returns"])
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Grows by the shape of each array that is read from its device."""
+    shapes = []
+    value, asarray = ArrayImpl._value, np.asarray
+
+    def read(array):
+        shapes.append(array.shape)
+        return value.fget(array)
+
+    def as_numpy(array, *args, **kwargs):  # reads a CPU's memory as it is
+        if isinstance(array, jax.Array):
+            shapes.append(array.shape)
+        return asarray(array, *args, **kwargs)
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(read))
+    monkeypatch.setattr(np, "asarray", as_numpy)
+    return shapes
+
+
+def test_a_row_is_one_transfer(ppo, transfers):
+    counts = []
+
+    def count(event):
+        counts.append(len(transfers))
+
+    ppo.train(192, log_interval=32, callbacks=[count], **QUIET)
+    assert np.diff(counts).tolist() == [1] * 5
+    assert len(transfers[-1]) == 1  # all metrics, packed
+
+
+def test_a_row_resets_metrics_inside_a_program(ppo, compiled):
+    program = programs.make_program(ppo, None, "fast")
+    carry = program.advance(program.start(program.init(0)), 2)
+    before = jax.tree.map(np.array, carry["metrics"])
+    kept, read = programs.read_metrics(carry, reset=False)
+    assert leaves_equal(read["metrics"], before)
+    assert leaves_equal(kept["metrics"], before)
+    compiled.clear()
+    zero, read = programs.read_metrics(kept, reset=True)
+    assert not compiled
+    assert leaves_equal(read["metrics"], before)
+    assert leaves_equal(zero["metrics"], programs.zero_metrics(ppo, carry["state"]))
+
+
+class WithPlainMetrics(PPO):
+    """A PPO with metrics that are no `Metric`: arrays, which count as means."""
+
+    def train_step(self, state, **options):
+        state, metrics = super().train_step(state, **options)
+        number = state.learner.iteration.astype(jnp.float32)
+        return state, {**metrics, "number": number, "pair": jnp.stack([number, number + 1])}
+
+
+def test_plain_arrays_of_an_agent_are_logged_as_means():
+    sizes = {"num_envs": 4, "num_steps": 8, "num_mini_batch": 2, "num_epochs": 1}
+    agent = WithPlainMetrics.create(DRIFT, hidden_sizes=(8,), **sizes)
+    _, history = agent.train(128, log_interval=64, **QUIET)
+    assert history["number"].tolist() == [1.5, 3.5]  # of iterations 1 and 2, then 3 and 4
+    assert history["pair"].tolist() == [2.0, 4.0]
 
 
 def host_ppo(**options):
