@@ -27,9 +27,9 @@ def load_curves(runs: Any, labels: Sequence[str] | None = None) -> dict[str, lis
       {'a': 2, 'b': 1}
     """
     if isinstance(runs, Mapping):
-        groups = {str(k): _histories(v if _is_several(v) else [v]) for k, v in runs.items()}
+        groups = {str(label): _histories(run) for label, run in runs.items()}
     else:
-        groups = _group(runs if _is_several(runs) else [runs])
+        groups = _group(_as_list(runs))
     if not groups:
         raise ValueError("there is nothing to plot: no runs were given.")
     if labels is not None:
@@ -42,53 +42,34 @@ def load_curves(runs: Any, labels: Sequence[str] | None = None) -> dict[str, lis
     return groups
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config of a run's directory (config.toml, else config.json); {} if there is none."""
-    for name, parse in (("config.toml", tomllib.loads), ("config.json", json.loads)):
-        file = directory / name
-        if file.exists():
-            try:
-                config = parse(file.read_text(encoding="utf-8"))
-            except ValueError as exc:
-                raise ValueError(f"{file} cannot be read: {exc}.") from exc
-            return config if isinstance(config, dict) else {}
-    return {}
-
-
-def _group(runs: Iterable[Any]) -> dict[str, list[History]]:
+def _group(runs: list[Any]) -> dict[str, list[History]]:
     """Lines in the order given; directories of one experiment, seeds aside, share a line."""
-    lines: list[tuple[str, str, list[History]]] = []  # (label, name if the label is taken, seeds)
-    experiments: dict[str, int] = {}
+    lines: dict[str, tuple[str, str, list[History]]] = {}  # experiment → label, own name, seeds
     for i, run in enumerate(runs):
+        experiment, label, own_name = str(i), "", f"run {i}"
         if isinstance(run, str | os.PathLike):
-            path = Path(run)
-            config = read_config(path if path.is_dir() else path.parent)
-            here = path.resolve()
-            own_name = (here if path.is_dir() else here.parent).name
-            experiment = json.dumps(_without_seed(config), sort_keys=True, default=str)
-            if config and experiment in experiments:
-                lines[experiments[experiment]][2].extend(_histories([path]))
-                continue
-            experiments[experiment] = len(lines)
-            lines.append((_config_label(config) or own_name, own_name, _histories([path])))
-        else:
-            lines.append(("", f"run {i}", _histories(run if _is_several(run) else [run])))
-    taken = [label for label, _, _ in lines]
+            directory = Path(run) if Path(run).is_dir() else Path(run).parent
+            own_name = directory.resolve().name
+            if config := _read_config(directory):
+                experiment = json.dumps(_without_seed(config), sort_keys=True, default=str)
+                parts = [config.get("name")] if config.get("name") else []
+                parts = parts or [config.get("agent"), config.get("env")]
+                label = " ".join(part for part in parts if isinstance(part, str))
+        lines.setdefault(experiment, (label or own_name, own_name, []))[2].extend(_histories(run))
+    taken = [label for label, _, _ in lines.values()]
     groups: dict[str, list[History]] = {}
-    for label, own_name, seeds in lines:
-        name = (
-            label if taken.count(label) == 1 else own_name if not label else f"{label}, {own_name}"
-        )
+    for label, own_name, seeds in lines.values():
+        name = label if taken.count(label) == 1 else f"{label}, {own_name}"
         while name in groups:
             name += "′"
         groups[name] = seeds
     return groups
 
 
-def _histories(runs: Iterable[Any]) -> list[History]:
+def _histories(runs: Any) -> list[History]:
     """Each run as histories of one seed."""
     found = []
-    for run in runs:
+    for run in _as_list(runs):
         if isinstance(run, str | os.PathLike):
             run = History.read(run)
         if not isinstance(run, History):
@@ -101,17 +82,20 @@ def _histories(runs: Iterable[Any]) -> list[History]:
     return found
 
 
-def _is_several(runs: Any) -> bool:
-    return not isinstance(runs, str | os.PathLike | History | Mapping) and isinstance(
-        runs, Iterable
-    )
+def _as_list(runs: Any) -> list[Any]:
+    is_one = isinstance(runs, str | os.PathLike | History | Mapping)
+    return [runs] if is_one or not isinstance(runs, Iterable) else list(runs)
 
 
-def _config_label(config: Mapping[str, Any]) -> str:
-    if isinstance(name := config.get("name"), str) and name:
-        return name
-    parts = (config.get("agent"), config.get("env"))
-    return " ".join(part for part in parts if isinstance(part, str))
+def _read_config(directory: Path) -> dict[str, Any]:
+    """The config of a run's directory; {} if there is none."""
+    file = directory / "config.toml"
+    if not file.exists():
+        return {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ValueError(f"{file} cannot be read: {exc}.") from exc
 
 
 def _without_seed(config: Any) -> Any:

@@ -6,10 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from jaxroll.train import History, JsonlLogger, plot_runs
-from jaxroll.train.plot import _apart, take_together
+from jaxroll.train.plot import take_together
 
 
 def run(seed=0, num_rows=40, total=1_000_000, **extra):
@@ -35,7 +34,8 @@ def save(history, directory, **config):
 def texts(figure):
     figure.canvas.draw()
     axis = figure.axes[0]
-    return {t.get_text() for t in axis.texts} | {t.get_text() for t in axis.get_xticklabels()}
+    legend = axis.get_legend().get_texts() if axis.get_legend() else []
+    return {t.get_text() for t in [*legend, *axis.get_xticklabels()]}
 
 
 def test_band_is_minimum_and_maximum_over_seeds():
@@ -171,21 +171,10 @@ def test_user_backend_and_axes_are_respected():
     assert dict(matplotlib.rcParams) == parameters
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.01, 0.12))
-def test_labels_never_overlap_and_keep_their_order(heights, gap):
-    placed = _apart(heights, gap)
-    assert min(placed) >= 0
-    assert max(placed) <= 1 + 1e-9
-    order = np.argsort(heights, kind="stable")
-    assert (np.diff(np.array(placed)[order]) >= gap - 1e-9).all()
-    if len(heights) == 1:
-        assert placed == heights
-
-
 def test_errors_come_with_a_way_out(tmp_path):
-    with pytest.raises(ValueError, match='Did you mean "episode_return"'):
+    with pytest.raises(ValueError, match="Did you mean 'episode_return'"):
         run().plot("episode_retrun")
-    with pytest.raises(ValueError, match=r"\.png, \.svg, \.pdf"):
+    with pytest.raises(ValueError, match=r"\.png.*\.svg.*\.pdf"):
         run().plot(out=tmp_path / "x.jpeg2")
     with pytest.raises(ValueError, match="band must be"):
         run().plot(band="sem")
