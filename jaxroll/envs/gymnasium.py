@@ -7,11 +7,13 @@ rewards arrive as float32 where they were float64, integers as int32.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +138,7 @@ class VectorHostEnv(HostEnv):
         out_of_range: OutOfRange = "clip",
     ):
         self._envs = envs
+        _check_members(envs)
         self._mode = _autoreset_mode(envs, autoreset_mode)
         self._read = reader(envs.single_observation_space)
         self._write = writer(envs.single_action_space)
@@ -148,6 +151,7 @@ class VectorHostEnv(HostEnv):
         self._all = np.ones(self.num_envs, bool)
         self._all.flags.writeable = False
         self._closed = False
+        _close_at_exit(self)
 
     def reset(self, seed: int) -> PyTree:
         """Start an episode in each environment: obs."""
@@ -257,6 +261,59 @@ class VectorHostEnv(HostEnv):
         # The environment's own exception is the one to see, not one of closing after it.
         with contextlib.suppress(Exception):
             self.close()
+
+
+_open: weakref.WeakSet[HostEnv] = weakref.WeakSet()
+
+
+def _close_at_exit(envs: HostEnv) -> None:
+    """Close what is still open before the interpreter ends: worker processes outlive it badly."""
+    if not _open:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    _open.add(envs)
+
+
+def _close_all() -> None:
+    for envs in list(_open):
+        with contextlib.suppress(Exception):
+            envs.close()
+
+
+def _check_members(envs: Any) -> None:
+    """Check each environment of a `SyncVectorEnv`: its buffers would cast what they are given."""
+    if type(envs).__name__ == "SyncVectorEnv" and hasattr(envs, "envs"):
+        envs.envs = [e if isinstance(e, _Checked) else _Checked(e) for e in envs.envs]
+
+
+class _Checked:
+    """One Gymnasium environment whose rewards and flags are what they should be, or an error."""
+
+    def __init__(self, env: Any):
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def step(self, action: Any) -> tuple:
+        out = self.env.step(action)
+        if not isinstance(out, tuple) or len(out) != 5:
+            got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+            raise TypeError(
+                f"step of {self.env} must return (obs, reward, terminated, truncated, info), got "
+                f"{got}."
+            )
+        _, reward, *flags, _ = out
+        if type(reward) is not float:
+            kind = np.asarray(reward).dtype.kind
+            if np.ndim(reward) or kind not in "biuf":
+                raise TypeError(f"reward of {self.env} must be a number, got {reward!r}.")
+        for name, flag in zip(("terminated", "truncated"), flags):
+            if not isinstance(flag, bool | np.bool_) and not (
+                np.ndim(flag) == 0 and np.asarray(flag).dtype.kind in "biu" and flag in (0, 1)
+            ):
+                raise TypeError(f"{name} of {self.env} must be True or False, got {flag!r}.")
+        return out
 
 
 def _autoreset_mode(envs: Any, mode: Any) -> str:

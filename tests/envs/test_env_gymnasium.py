@@ -1,5 +1,8 @@
 """Gymnasium's spaces, actions and ways of resetting, as one contract."""
 
+import subprocess
+import sys
+
 import gymnasium
 import jax
 import numpy as np
@@ -190,6 +193,43 @@ def test_rewards_and_flags_that_numpy_would_cast_are_refused(place, value, messa
     envs.reset(seed=0)
     with pytest.raises((TypeError, ValueError), match=message):
         envs.step(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, "1", "reward of .* must be a number, got '1'"),
+        (1, np.zeros(1), "reward of .* must be a number"),
+        (2, None, "terminated of .* must be True or False, got None"),
+        (3, np.nan, "truncated of .* must be True or False, got nan"),
+        (2, np.zeros(1, bool), "terminated of .* must be True or False, got array"),
+    ],
+)
+def test_what_the_buffers_of_gymnasium_would_cast_is_refused(place, value, message):
+    class Wrong(ScriptedGym):
+        def step(self, action):
+            out = list(super().step(action))
+            out[place] = value
+            return tuple(out)
+
+    envs = VectorHostEnv(SyncVectorEnv([Wrong] * 2))
+    envs.reset(seed=0)
+    with pytest.raises(TypeError, match=message):
+        envs.step(np.array([0, 1]))
+
+
+def test_environments_left_open_are_closed_before_the_interpreter_ends():
+    code = (
+        "import gymnasium\n"
+        "from jaxroll.envs import VectorHostEnv\n"
+        "class Own(gymnasium.vector.SyncVectorEnv):\n"
+        "    def close_extras(self, **kwargs): print('closed', flush=True)\n"
+        "envs = VectorHostEnv(Own([lambda: gymnasium.make('CartPole-v1')]))\n"
+        "print('end', flush=True)"
+    )
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert out.split() == ["end", "closed"]
 
 
 def test_specs_are_values_with_spaces_and_keep_nothing_open():
