@@ -14,7 +14,6 @@ from jaxroll._version import __version__
 if TYPE_CHECKING:
     from jaxroll import (
         agents as agents,
-        checkpoints as checkpoints,
         collectors as collectors,
         distributions as distributions,
         envs as envs,
@@ -182,7 +181,6 @@ _ROOMS = {
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 _SUBMODULES = (
     "agents",
-    "checkpoints",
     "collectors",
     "distributions",
     "envs",

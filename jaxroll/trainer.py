@@ -196,7 +196,7 @@ class DistributedTrainer:
 
         Args:
           path: None: `model` in the run's directory, replaced if it is there.
-          overwrite: replace what an earlier save wrote to the path.
+          overwrite: whether to replace what an earlier `save` wrote to `path`.
         """
         if path is None and self.out is None:
             raise ValueError(

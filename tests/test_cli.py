@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 from jaxroll.agents import AGENTS
-from jaxroll.checkpoints import CheckpointWarning
 from jaxroll.cli import main
 from jaxroll.cli.parser import COMMANDS
 from jaxroll.cli.train import claim_directory
 from jaxroll.config import Config, parse_value
 from jaxroll.train import History
+from jaxroll.train.checkpoint import CheckpointWarning
 
 TINY = [
     *("--num-envs", "4", "--num-train-steps", "256", "--set", "num_steps=8"),
@@ -503,14 +503,14 @@ def test_a_terminal_shows_the_bar_then_the_result(tmp_path):
     assert list((tmp_path / "cache" / "jaxroll").rglob("*"))  # compiled programs are kept
 
 
-@pytest.mark.filterwarnings("ignore::jaxroll.checkpoints.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::jaxroll.train.checkpoint.CheckpointWarning")
 def test_a_last_step_that_could_not_be_saved_is_said_and_code_1(run, capsys, tmp_path, monkeypatch):
-    from jaxroll.checkpoints import arrays
+    from jaxroll.train import step_files
 
     def fail(path, *args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(arrays, "write_arrays", fail)
+    monkeypatch.setattr(step_files, "write", fail)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     argv = ["train", "--config", str(run), "--no-cache", "--out", str(tmp_path / "run")]
     assert main(argv) == 1

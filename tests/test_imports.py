@@ -24,7 +24,7 @@ TIERS = [
         "optimizers",
         "metrics",
     },
-    {"storages", "networks", "envs", "learners", "parallel", "checkpoints"},
+    {"storages", "networks", "envs", "learners", "parallel"},
     {"collectors", "export"},
     {"agents"},
     {"train"},

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import jaxroll
-from jaxroll.checkpoints import LockedError, MismatchError, RunLock
 from jaxroll.config import Config
 from jaxroll.envs.wrappers import TimeLimit
 from jaxroll.train import History
+from jaxroll.train.checkpoint import MismatchError
+from jaxroll.train.lock import LockedError, RunLock
 from jaxroll.trainer import DistributedTrainer
 
 HYPERPARAMETERS = {
@@ -209,3 +210,14 @@ def test_mistakes_are_found_before_anything_is_made(config, error, message, tmp_
     with pytest.raises(error, match=message):
         DistributedTrainer(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_saved_model_is_replaced_on_request(tmp_path):
+    settings = {"num_envs": 4, "num_steps": 8, "hidden_sizes": [8]}
+    trainer = DistributedTrainer(
+        {"env": "CartPole-v1", "num_train_steps": 64, "hyperparameters": settings}
+    )
+    trainer.save(tmp_path / "model")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        trainer.save(tmp_path / "model")
+    assert trainer.save(tmp_path / "model", overwrite=True) == tmp_path / "model"

@@ -124,7 +124,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_checkpoint_error(error: BaseException) -> bool:
-    return any(cls.__module__ == "jaxroll.checkpoints.errors" for cls in type(error).__mro__)
+    return any(cls.__module__ == "jaxroll.train.step_files" for cls in type(error).__mro__)
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll import metrics as metrics_lib, parallel
-from jaxroll.checkpoints import Checkpointer, RunLock
 from jaxroll.counts import count_value
 from jaxroll.learners import check_reduction
+from jaxroll.train.checkpoint import Checkpointer
 from jaxroll.train.evaluation import evaluation_columns
 from jaxroll.train.history import History
+from jaxroll.train.lock import RunLock
 from jaxroll.train.logging import make_loggers
 from jaxroll.train.options import (
     as_callbacks,

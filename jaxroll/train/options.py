@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError, manifest
 from jaxroll.checks import check_choice, check_path
 from jaxroll.envs import as_env
 from jaxroll.spaces import shows_alike
+from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.logging import make_loggers
+from jaxroll.train.step_files import as_json
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
 
@@ -84,7 +85,7 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> None:
     if not callable(options["on_begin"]):
         raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
     if config is not None:  # not hours later, by the first save
-        manifest.to_json("config", config)
+        as_json("config", config)
     as_eval_env(agent, options["eval_env"], "eval_env")
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll.checkpoints import Checkpointer, NoCheckpointError, load_pytree, save_pytree
+from jaxroll.train.checkpoint import (
+    Checkpointer,
+    NoCheckpointError,
+    load_pytree,
+    save_pytree,
+)
 from jaxroll.train.programs import make_program
 
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is

@@ -11,9 +11,9 @@ import time
 import warnings
 from pathlib import Path
 
-from jaxroll import A2C, DAAC, IMPALA, PPO, checkpoints, make_env
-from jaxroll.checkpoints import CheckpointWarning
-from jaxroll.train import loop, signals
+from jaxroll import A2C, DAAC, IMPALA, PPO, make_env
+from jaxroll.train import checkpoint, loop, signals
+from jaxroll.train.checkpoint import CheckpointWarning
 from jaxroll.train.files import LogWarning
 
 SIZES = {"num_envs": 4, "num_steps": 8, "hidden_sizes": (8,)}
@@ -60,7 +60,7 @@ def main(directory, agent, steps):
     for category in (CheckpointWarning, LogWarning):
         warnings.simplefilter("error", category)  # a kill is no damage
     loop._begin = hold("compiling", loop._begin)
-    checkpoints.checkpointer.write_step = hold("saving", checkpoints.checkpointer.write_step)
+    checkpoint._write_step = hold("saving", checkpoint._write_step)
     if "BOUND" in os.environ:
         signals.BOUND = float(os.environ["BOUND"])
     _, history = AGENTS[agent]().train(

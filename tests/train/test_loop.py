@@ -13,12 +13,12 @@ import pytest
 from jax._src.array import ArrayImpl
 
 from jaxroll import PPO, make_env
-from jaxroll.checkpoints import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
 from jaxroll.train import History, JsonlLogger, loop, programs, signals, states
+from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.options import check_same_run
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain

@@ -9,12 +9,16 @@ import os
 import socket
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
-from jaxroll.checkpoints.errors import CheckpointError, LockedError
+from jaxroll.checks import check_path
+from jaxroll.train.step_files import CheckpointError
 
 _HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+class LockedError(CheckpointError):
+    """Another live process is using the directory."""
 
 
 class RunLock:
@@ -34,7 +38,7 @@ class RunLock:
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        self.path = Path(directory) / ".lock"
+        self.path = check_path("directory", directory) / ".lock"
         self._file: int | None = None
 
     @property

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxroll.checkpoints import Checkpointer
+from jaxroll.train.checkpoint import Checkpointer
 
 ENV = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
 
 SAVE_AT_EXIT = """
 import sys
 import numpy as np
-from jaxroll.checkpoints import Checkpointer
+from jaxroll.train.checkpoint import Checkpointer
 Checkpointer(sys.argv[1]).save(1, {"w": np.arange(5)})
 """
 
@@ -28,10 +28,11 @@ def test_program_that_ends_waits_for_its_save(tmp_path):
 
 
 SAVE_FOR_EVER = """
-import sys
+import sys, warnings
 import numpy as np
-from jaxroll.checkpoints import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], keep_latest=2, strict=True)
+from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning
+warnings.simplefilter("error", CheckpointWarning)
+checkpointer = Checkpointer(sys.argv[1], keep_latest=2)
 for step in range(int(sys.argv[2]), 10**6):
     rng = np.random.default_rng(step)
     checkpointer.save(step, {"w": rng.normal(size=(64, 64)), "n": np.int64(step)})
@@ -88,7 +89,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
 import jax.numpy as jnp
 import numpy as np
-from jaxroll.checkpoints import Checkpointer, arrays, load_pytree, save_pytree
+from jaxroll.train.checkpoint import Checkpointer, load_pytree, save_pytree
+from jaxroll.train import step_files
 
 mesh = jax.make_mesh((4,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))
 shared, actors = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("actors"))
@@ -112,12 +114,12 @@ def update(state):  # an all-reduce in every step, while saves are under way
 state = jax.jit(init, out_shardings=specs)()
 host = np.arange(3)
 if mode == "fail" and rank == 1:  # one process cannot write, once
-    original = arrays.write_arrays
+    original = step_files.write
     def write(*args):
-        arrays.write_arrays = original
+        step_files.write = original
         original(*args)
         raise OSError("no space left for process 1")
-    arrays.write_arrays = write
+    step_files.write = write
 with Checkpointer(directory, keep_latest=2, retry_seconds=0.0) as checkpointer:
     for step in range(5):
         checkpointer.save(step, {**state, "host": host}, config={"step": step})

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import pickle
 import sys
@@ -10,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxroll.checkpoints import (
+from jaxroll.train import step_files
+from jaxroll.train.checkpoint import (
     Checkpointer,
     MismatchError,
     NoCheckpointError,
@@ -261,7 +263,7 @@ def test_params_alone_go_into_another_run(tmp_path):
     state = make_state()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, state, config={"agent": "ppo"})
-        params = checkpointer.restore_subtree(blank(state.shared["params"]), "shared/params").state
+        params = checkpointer.restore(blank(state.shared["params"]), subtree="shared/params").state
     assert bits(params) == bits(state.shared["params"])
     # By path: a run's directory, and one of its steps.
     for path in (tmp_path, tmp_path / "0000000005"):
@@ -271,9 +273,9 @@ def test_params_alone_go_into_another_run(tmp_path):
         assert config == {"agent": "ppo"}
     wrong = {**like, "Dense_0": {"kernel": jnp.zeros((5, 8))}}
     with pytest.raises(MismatchError, match=r"Dense_0/kernel: saved float32\[4, 8\], expected"):
-        checkpointer.restore_subtree(wrong, "shared/params")
+        checkpointer.restore(wrong, subtree="shared/params")
     with pytest.raises(MismatchError, match="no subtree 'shared/theta'"):
-        checkpointer.restore_subtree(like, "shared/theta")
+        checkpointer.restore(like, subtree="shared/theta")
 
 
 def test_single_tree_is_overwritten_only_on_request(tmp_path):
@@ -317,11 +319,12 @@ def test_reading_never_unpickles(tmp_path, monkeypatch):
 def test_manifest_describes_files_and_leaves(tmp_path):
     save_pytree(tmp_path / "x", {"w": np.ones((2, 3), np.float32), "key": jax.random.key(0)})
     body = json.loads((tmp_path / "x" / "manifest.json").read_text())["manifest"]
-    assert body["leaves"] == [["key", [], "key<fry>"], ["w", [2, 3], "float32"]]
+    assert body["leaves"] == {"key": "key<fry>[]", "w": "float32[2, 3]"}
     on_disk = {p.relative_to(tmp_path / "x").as_posix(): p for p in (tmp_path / "x").rglob("*")}
-    files = {n for n, p in on_disk.items() if p.is_file()} - {"manifest.json"}
+    files = {n for n, p in on_disk.items() if p.is_file()} - step_files._UNSEALED
     assert body["files"].keys() == files
-    assert all(body["files"][n]["size"] == on_disk[n].stat().st_size for n in files)
+    for name in files:
+        assert body["files"][name] == hashlib.sha256(on_disk[name].read_bytes()).hexdigest()
 
 
 def test_orbax_keeps_quiet(tmp_path, capfd):

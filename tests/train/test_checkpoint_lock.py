@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from jaxroll.checkpoints import CheckpointError, LockedError, RunLock
+from jaxroll.train.checkpoint import CheckpointError
+from jaxroll.train.lock import LockedError, RunLock
 
 HOLD = """
 import sys
-from jaxroll.checkpoints import RunLock
+from jaxroll.train.lock import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -64,7 +65,7 @@ def test_taking_a_held_lock_again_is_harmless(tmp_path):
 
 FORK = """
 import os, signal, sys, time, warnings
-from jaxroll.checkpoints import RunLock
+from jaxroll.train.lock import RunLock
 RunLock(sys.argv[1]).acquire()
 lock = RunLock(sys.argv[1] + "/kept").acquire()
 child = os.fork()
