@@ -397,7 +397,7 @@ def test_plot_draws_runs_and_columns(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(out)
     assert "<svg" in out.read_text()
     assert main(["plot", str(run), "episode_retrun"]) == 2
-    assert 'Did you mean "episode_return"' in capsys.readouterr().err
+    assert "Did you mean 'episode_return'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
