@@ -20,6 +20,7 @@ from jaxroll import minibatches
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.storages.base import Batches, Storage, allocate, check_like
 from jaxroll.types import Array, Node, PyTree, Transition
+from jaxroll.varying import vary_as
 
 
 class Unrolls(Node):
@@ -84,7 +85,8 @@ class DistributedStorage(Storage):
         """Allocate K slots.
 
         Args:
-          example: one step, leaves [B, ...]; B unrolls are added at a time.
+          example: one step, leaves [B, ...]; B unrolls are added at a time. Inside `jax.shard_map`,
+            give a step that varies over the mesh as those to be added do.
           num_steps: T, the length of an unroll.
           num_storages: K, a multiple of B and of batch_size.
           batch_size: unrolls that `sample` reads.
@@ -111,20 +113,21 @@ class DistributedStorage(Storage):
                 f"{max_truncations}."
             )
         slot = jax.tree.map(lambda x: x[0], allocate((example, initial_carry), None))
-        example, carry = allocate(slot, num_storages)
+        step, carry = allocate(slot, num_storages)
         slots = Unrolls(
-            transition=allocate(example, num_steps),
-            last_obs=allocate(example.obs, None),
+            transition=allocate(step, num_steps),
+            last_obs=allocate(step.obs, None),
             last_is_first=jnp.zeros(num_storages, bool),
             initial_carry=carry,
-            final_obs=allocate(example.obs, max_truncations),
+            final_obs=allocate(step.obs, max_truncations),
             final_step=jnp.full((max_truncations, num_storages), num_steps, jnp.int32),
             version=jnp.zeros(num_storages, jnp.int32),
             weights=jnp.ones(num_storages, jnp.float32),
         )
+        slots, counters = vary_as((slots, RingCounters.create()), like=(example, initial_carry))
         return cls(
             slots=slots,
-            counters_=RingCounters.create(),
+            counters_=counters,
             num_envs=num_envs,
             batch_size=batch_size,
         )

@@ -14,6 +14,7 @@ from jaxroll import estimators, minibatches
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.storages.base import Storage, allocate, check_like, is_concrete
 from jaxroll.types import Array, Minibatch, PyTree, Targets, Transition, as_leaf
+from jaxroll.varying import vary_as
 
 _STALE = -2  # targets_at once a hyperparameter of the targets was changed
 
@@ -63,7 +64,8 @@ class RolloutStorage(Storage):
         """Allocate T rows like `example`.
 
         Args:
-          example: one step, leaves [B, ...]. Dtypes are kept as given.
+          example: one step, leaves [B, ...]. Dtypes are kept as given. Inside `jax.shard_map`, give
+            a step that varies over the mesh as those to be added do.
           num_steps: T.
           discount: γ, a number, or a dict with one for each stream of `value`.
           gae_lambda: λ, likewise.
@@ -108,11 +110,17 @@ class RolloutStorage(Storage):
             )
         _check_rows(example, next(iter(batch)))
         streams = _streams(example)
-        data = allocate(example, num_steps)
+        targets = Targets(allocate(example.value, num_steps), allocate(example.value, num_steps))
+        arrays = vary_as(
+            {
+                "data": allocate(example, num_steps),
+                "targets": targets,
+                "initial_carry": allocate(initial_carry, num_steps // length),
+            },
+            like=(example, initial_carry),
+        )
         return cls(
-            data=data,
-            targets=Targets(allocate(example.value, num_steps), allocate(example.value, num_steps)),
-            initial_carry=allocate(initial_carry, num_steps // length),
+            **arrays,
             added=np.zeros((), np.int32),
             lost=np.zeros((), np.int32),
             targets_at=np.full((), -1, np.int32),
@@ -231,11 +239,11 @@ class RolloutStorage(Storage):
         if self.is_recurrent:
             carry = check_like("initial_carry", initial_carry, _like(carry))
         return self.replace(
-            data=data,
-            initial_carry=carry,
-            added=np.asarray(steps, np.int32),
+            data=_vary_leaves(data, self.data),
+            initial_carry=_vary_leaves(carry, self.initial_carry),
+            added=vary_as(np.asarray(steps, np.int32), like=self.added),
             lost=self.dropped,
-            targets_at=np.full((), -1, np.int32),
+            targets_at=vary_as(np.full((), -1, np.int32), like=self.targets_at),
         )
 
     # Targets.
@@ -296,7 +304,7 @@ class RolloutStorage(Storage):
         Args:
           targets: [T, B] advantages and returns, or dicts of streams.
         """
-        return self.replace(targets=targets, targets_at=self.added)
+        return self.replace(targets=_vary_leaves(targets, self.targets), targets_at=self.added)
 
     def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Another discount, λ or episodic makes the targets stale."""
@@ -514,6 +522,11 @@ def _row(tree: PyTree) -> PyTree:
 
 def _like(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _vary_leaves(tree: PyTree, like: PyTree) -> PyTree:
+    """Each leaf varying over the mesh at least as the one that it replaces: scans need that."""
+    return jax.tree.map(vary_as, tree, like)
 
 
 def _check_rows(example: Transition, batch: tuple[int, ...]) -> None:
