@@ -25,8 +25,8 @@ RULES = {
 }
 
 
-def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
-    """A size or a number of things: an integer below 2**31.
+def check_count(name: str, value: Any, *, at_least: int = 1, below: int = 2**31) -> int:
+    """A size or a number of things: an integer in [at_least, below).
 
     Example:
       >>> check_count("num_steps", 0)
@@ -37,8 +37,8 @@ def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
     number = _as_integer(name, value)
     if number < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {number}.")
-    if number >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, got {number}.")
+    if number >= below:
+        raise ValueError(f"{name} must be below 2**{below.bit_length() - 1}, got {number}.")
     return number
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 import jaxroll
-from jaxroll import losses, parallel, spaces
+from jaxroll import losses, parallel, spaces, train
 from jaxroll.envs import wrappers
 
 # The most of each area's calls that may be accepted, and that may be accepted or unclear. They only
@@ -40,7 +40,7 @@ CEILINGS = {
     "collect": (51, 219),
     "envs": (51, 108),
     "checkpoint": (15, 56),
-    "report": (0, 29),
+    "report": (0, 0),
     "loop": (14, 53),
 }
 AREAS = tuple(CEILINGS)
@@ -97,6 +97,8 @@ MEANT = {
     (r"agent\.train", "target_return"): ("inf",),
     # Nothing to join.
     (r"History\.concat", "histories"): ("{}",),
+    # Keeps no row.
+    (r"\w+Logger", "resume_from_step"): ("-1",),
 }
 
 
@@ -465,22 +467,35 @@ def checkpoint():
 
 
 def report():
-    """Histories."""
+    """Histories, plots, loggers, progress."""
     target = functools.partial(Target, "report")
-    history = jaxroll.History()
-    history.append({"step": 1, "loss": 0.5})
+    history = jaxroll.History([{"step": 1, "loss": 0.5}])
     rows = scratch() / "metrics.jsonl"
     rows.write_text('{"step": 1}\n')
-    yield target("History.read", jaxroll.History.read, {"path": ("path", rows)})
-    yield Target(
-        "report", "History.append", jaxroll.History().append, {"row": ("mapping", {"step": 1})}
-    )
+    path = {"path": ("path", rows)}
+    yield target("History.read", jaxroll.History.read, path)
+    yield target("History.append", jaxroll.History().append, {"row": ("mapping", {"step": 1})})
     yield target("History.last", history.last, {"name": ("text", "loss")})
-    yield Target(
-        "report", "History.concat", jaxroll.History.concat, {"histories": ("state", [history])}
+    yield target("History.concat", jaxroll.History.concat, {"histories": ("state", [history])})
+    yield target("History.plot", lambda name: history.plot(name), {"name": ("text", "loss")})
+    plot = functools.partial(history.plot, "loss")
+    options = {"x": ("text", "step"), "band": ("choice?", "range"), "smooth": ("count", 1)}
+    yield target("History.plot", plot, {**options, "out": ("path?", None)})
+    yield target("plot_runs", train.plot_runs, {"runs": ("state", history)})
+    for logger in (train.JsonlLogger, train.CsvLogger, train.TensorBoardLogger):
+        where = "directory" if logger is train.TensorBoardLogger else "path"
+        file = scratch() / "rows"
+        arguments = {where: ("path", file), "resume_from_step": ("steps?", 3)}
+        yield target(logger.__name__, logger, arguments)
+    loggers = {"loggers": ("function", ()), "directory": ("path?", scratch())}
+    yield target("make_loggers", train.make_loggers, loggers)
+    yield target(
+        "Progress",
+        train.Progress,
+        {"total_steps": ("steps", 10), "start": ("steps", 0), "mode": ("choice", "silent")},
     )
-    plot = lambda name: history.plot(name)  # noqa: E731
-    yield target("History.plot", plot, {"name": ("text", "loss")})
+    progress = train.Progress(10, mode="silent")
+    yield target("Progress.update", progress.update, {"step": ("steps", 1)})
 
 
 def loop():

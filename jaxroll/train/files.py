@@ -1,4 +1,4 @@
-"""Files of rows: nothing torn or lost by a kill, a full disk or a deleted directory."""
+"""A file of rows that no kill, full disk or deleted directory takes a row from."""
 
 from __future__ import annotations
 
@@ -7,44 +7,51 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
+
+from jaxroll.checks import check_count, check_path
 
 
 class LogWarning(UserWarning):
     """Rows that are not where they should be; the run goes on."""
 
 
-class RowFile:
-    """A file that grows at its end. What a full disk does not take waits for the next write.
+class FileLogger:
+    """A file that grows at its end, continues after a resume and closes at the end of `with`.
 
-    A file that is deleted meanwhile, alone or with its directory, is written again with all its
-    rows. Python's own buffer would forget what it holds when a write fails.
+    What a full disk does not take waits for the next write; Python's own buffer would forget it.
+    A file that is deleted meanwhile, alone or with its directory, is written again with all rows.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._waiting = path, b""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: str | os.PathLike[str], resume_from_step: int | None = None):
+        self.path, self._waiting = check_path("path", path), b""
+        if resume_from_step is not None:  # -1 keeps no row
+            limits = {"at_least": -1, "below": 2**63}
+            resume_from_step = check_count("resume_from_step", resume_from_step, **limits)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            before = self.path.read_bytes()
+            whole = before[: before.rfind(b"\n") + 1]  # a killed process leaves half a line
+            after = self._kept(whole, resume_from_step)
+            if after != before:
+                replace_file(self.path, after)
         self._descriptor = self._open()
 
-    def write(self, data: bytes) -> None:
-        """Append; an `OSError` leaves what is missing to the next call."""
-        self._waiting += data
-        self.flush()
-
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hand everything to the operating system; an `OSError` leaves what is missing to later."""
         with self._named():
             self._reopen_if_gone()
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
 
     def sync(self) -> None:
-        """Wait until everything is on the disk itself."""
+        """Wait until the rows are on the disk itself: not even a power cut takes them then."""
         self.flush()
         with self._named():
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Try once more to write what is left, and close."""
+        """Write what a full disk did not take before, and close the file."""
         if self._descriptor >= 0:
             try:
                 self.flush()
@@ -52,18 +59,15 @@ class RowFile:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def replace(self, data: bytes) -> None:
-        """Put other data in place of the file's, all or nothing."""
-        replace_file(self.path, data)
-        self._reopen()
+    def __enter__(self) -> Self:
+        return self
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = error.filename or str(self.path)
-            raise
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _kept(self, data: bytes, step: int | None) -> bytes:
+        """Of the file's whole lines, those of rows up to this step."""
+        raise NotImplementedError
 
     def _open(self) -> int:
         return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -84,6 +88,14 @@ class RowFile:
             replace_file(self.path, os.pread(self._descriptor, here.st_size, 0))
         self._reopen()
         warn(f"{self.path} {what}.")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            raise
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxroll.checks import check_path, unknown_name
 from jaxroll.train.logging import plain_row, read_jsonl
-from jaxroll.train.text import format_number, near_matches
+from jaxroll.train.text import format_number
 
 _SHOWN = 4  # rows at either end of a printed history
 
@@ -39,7 +39,7 @@ class History:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> History:
         """The history in a JSONL file, or in the `metrics.jsonl` of a run's directory."""
-        path = Path(path)
+        path = check_path("path", path)
         file = path / "metrics.jsonl" if path.is_dir() else path
         if not file.exists():
             raise FileNotFoundError(
@@ -61,7 +61,10 @@ class History:
           >>> History.concat(runs, learning_rate=[1e-3, 3e-4]).to_records()[1]
           {'learning_rate': 0.0003, 'step': 1, 'loss': 0.25}
         """
-        histories = list(histories)
+        histories = list(histories) if isinstance(histories, Iterable) else [histories]
+        for history in histories:
+            if not isinstance(history, History):
+                raise TypeError(f"histories must be a list of History, got {history!r} in it.")
         named: dict[str, Sequence[Any]] = columns or {"seed": range(len(histories))}
         for name, values in named.items():
             if len(values) != len(histories):
@@ -142,9 +145,9 @@ class History:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """[rows] the column as numbers, NaN where missing; strings and lists as objects."""
+        if name not in self.names:
+            raise KeyError(unknown_name("column", name, self.names, "the history"))
         values = [row.get(name) for row in self._rows]
-        if all(value is None for value in values) and name not in self.names:
-            raise KeyError(f"no column {name!r}. {near_matches(name, self.names)}")
         if all(value is None or isinstance(value, bool | int | float) for value in values):
             return np.array([np.nan if value is None else value for value in values], np.float64)
         column = np.empty(len(values), object)
@@ -152,7 +155,7 @@ class History:
         return column
 
     def __contains__(self, name: object) -> bool:
-        return any(name in row for row in self._rows)
+        return name in self.names
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -166,46 +169,31 @@ class History:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        header, body = self._table()
-        if not body:
-            return "History(empty)"
-        table = [header, *body]
+        table = self._table()
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in table]
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        header, body = self._table()
-
-        def line(cells: list[str], tag: str) -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
-
-        rows = "".join(line(cells, "td") for cells in body)
-        return f"<p>{html.escape(self._title())}</p><table>{line(header, 'th')}{rows}</table>"
+        rows = [[f"<td>{html.escape(cell)}</td>" for cell in row] for row in self._table()]
+        table = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+        return f"<p>{html.escape(self._title())}</p><table>{table}</table>"
 
     def _title(self) -> str:
         if not self._rows:
             return "History(empty)"
-        steps = self.steps
-        return (
-            f"History({len(self)} rows × {len(self.names)} columns, "
-            f"steps {steps.min():,} … {steps.max():,})"
-        )
+        size = f"{len(self)} rows × {len(self.names)} columns"
+        return f"History({size}, steps {self.steps.min():,} … {self.steps.max():,})"
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        names = self.names
-        rows = [[_cell(name, row.get(name)) for name in names] for row in self._ends()]
-        if len(self) > 2 * _SHOWN:
-            rows.insert(_SHOWN, ["…"] * len(names))
-        return names, rows
-
-    def _ends(self) -> list[dict[str, Any]]:
-        if len(self) <= 2 * _SHOWN:
-            return self._rows
-        return self._rows[:_SHOWN] + self._rows[-_SHOWN:]
+    def _table(self) -> list[list[str]]:
+        """The names, then the first and the last rows; [] if there is none."""
+        names, rows = self.names, self._rows
+        if len(rows) > 2 * _SHOWN:
+            rows = [*rows[:_SHOWN], dict.fromkeys(names, "…"), *rows[-_SHOWN:]]
+        return [names, *([_cell(row.get(name)) for name in names] for row in rows)] if rows else []
 
 
-def _cell(name: str, value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):

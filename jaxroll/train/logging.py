@@ -3,6 +3,9 @@
 A row is a dict of numbers with a "step". A logger is called with each row, in order of steps, and
 may have a `sync()` and a `close()`. Rows name no device and no mesh: the same run writes the same
 rows anywhere.
+
+A kill, a full disk or a deleted directory costs no row. What a disk does not take is kept and
+written as soon as that is possible; a `LogWarning` names the file, and the run goes on.
 """
 
 from __future__ import annotations
@@ -20,53 +23,21 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxroll.checks import did_you_mean
-from jaxroll.train.files import RowFile, replace_file, warn
+from jaxroll.checks import check_path, did_you_mean
+from jaxroll.train.files import FileLogger, replace_file, warn
 
 Row = Mapping[str, Any]
 Logger = Callable[[Row], Any]
 
 
-class _FileLogger:
-    """A file that is continued after a resume and closed at the end of `with`."""
-
-    def __init__(self, path: str | os.PathLike[str], resume_from_step: int | None = None):
-        self.path = Path(path)
-        if self.path.exists():
-            before = self.path.read_bytes()
-            whole = before[: before.rfind(b"\n") + 1]  # a killed process leaves half a line
-            after = self._kept(whole, resume_from_step)
-            if after != before:
-                replace_file(self.path, after)
-        self._file = RowFile(self.path)
-
-    def _kept(self, data: bytes, step: int | None) -> bytes:
-        """Of the file's whole lines, those of rows up to this step."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Wait until the rows are on the disk itself: not even a power cut takes them then."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Write what a full disk did not take before, and close the file."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-class JsonlLogger(_FileLogger):
+class JsonlLogger(FileLogger):
     """One JSON object a line, handed to the operating system as soon as it is logged.
 
     Args:
       path: the file; its directory is made.
       resume_from_step: None continues the file as it is. A step drops the rows after it, in one
         atomic replacement: pass the step of the checkpoint that the run goes on from, and each
-        row is there once in the end.
+        row is there once in the end. -1 drops all.
 
     Half a line that a killed process left is removed in either case.
 
@@ -86,14 +57,14 @@ class JsonlLogger(_FileLogger):
     def __call__(self, row: Row) -> None:
         """Append a row."""
         # One write for the whole line, so that a reader or a kill sees half a line at most.
-        self._file.write(json.dumps(plain_row(row), allow_nan=False).encode() + b"\n")
+        self._waiting += json.dumps(plain_row(row), allow_nan=False).encode() + b"\n"
+        self.flush()
 
     def _kept(self, data: bytes, step: int | None) -> bytes:
-        lines = _parse_jsonl(self.path, data)
-        return b"".join(line + b"\n" for line, _ in _up_to(lines, step))
+        return b"".join(line + b"\n" for line, _ in _up_to(_parse_jsonl(self.path, data), step))
 
 
-class CsvLogger(_FileLogger):
+class CsvLogger(FileLogger):
     """Comma-separated values; a name that turns up later becomes a new last column.
 
     The file is then rewritten once, atomically, with empty cells in the rows before. Empty also
@@ -119,55 +90,38 @@ class CsvLogger(_FileLogger):
     def __call__(self, row: Row) -> None:
         """Append a row, first the header or a column where one is missing."""
         self._rows.append(plain_row(row))
-        self._write()
+        self.flush()
 
-    def sync(self) -> None:
-        """Wait until the rows are on the disk itself."""
-        self._write()
-        super().sync()
-
-    def close(self) -> None:
-        """Write what a full disk did not take before, and close the file."""
-        try:
-            self._write()
-        finally:
-            super().close()
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        columns = list(dict.fromkeys([*self._columns, *(name for r in self._rows for name in r)]))
+        if columns != self._columns:
+            super().flush()
+            with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+                before = list(csv.DictReader(file))
+            replace_file(self.path, _csv(columns, before, header=True))
+            self._columns = columns
+            self._reopen()
+        self._waiting += _csv(self._columns, self._rows)
+        self._rows = []
+        super().flush()
 
     def _kept(self, data: bytes, step: int | None) -> bytes:
-        # Bytes that are no UTF-8, as a kill or a damaged disk leaves them, spoil their cell only.
+        # Bytes that are not UTF-8, as a kill or a damaged disk leaves them, spoil only their cell.
         cells = list(csv.reader(io.StringIO(data.decode(errors="replace"))))
         self._columns = cells[0] if cells else []
         rows = [dict(zip(self._columns, row)) for row in cells[1:] if len(row) == len(cells[0])]
-        if len(rows) < len(cells) - 1:
-            count = len(cells) - 1 - len(rows)
-            warn(f"{self.path} has {count} damaged lines, which are left out.")
+        if damaged := len(cells[1:]) - len(rows):
+            warn(f"{self.path} has {damaged} damaged lines, which are left out.")
         kept = [row for _, row in _up_to([(b"", row) for row in rows], step)]
         return _csv(self._columns, kept, header=bool(self._columns))
 
-    def _write(self) -> None:
-        if not self._rows:
-            return
-        names = dict.fromkeys(name for row in self._rows for name in row)
-        if missing := [name for name in names if name not in self._columns]:
-            self._add_columns(missing)
-        data, self._rows = _csv(self._columns, self._rows), []
-        self._file.write(data)
 
-    def _add_columns(self, names: list[str]) -> None:
-        """The file with more columns; if that fails, everything is as it was before."""
-        self._file.flush()
-        with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
-            before = list(csv.DictReader(file))
-        columns = [*self._columns, *names]
-        self._file.replace(_csv(columns, before, header=True))
-        self._columns = columns
-
-
-class TensorBoardLogger(_FileLogger):
+class TensorBoardLogger(FileLogger):
     """Scalars for TensorBoard, one chart for each name; needs tensorboardX.
 
-    Events are framed here and written at once: the thread of tensorboardX's own writer dies when a
-    disk is full, and whoever writes next waits for it for ever.
+    Events are tensorboardX's, but written at once: the thread of its own writer dies when a disk is
+    full, and whoever writes next waits for it for ever.
 
     Args:
       directory: where event files go.
@@ -184,7 +138,7 @@ class TensorBoardLogger(_FileLogger):
                 "Install it with: pip install 'jaxroll[tensorboard]'"
             ) from exc
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        super().__init__(Path(directory, name))
+        super().__init__(check_path("directory", directory) / name, resume_from_step)
         protocol: Any = event_pb2  # its names are made when it is imported
         self._event, self._scalar = protocol.Event, summary.scalar
         self._checksum = record_writer.masked_crc32c
@@ -198,10 +152,10 @@ class TensorBoardLogger(_FileLogger):
         row = plain_row(row)
         event = self._event(step=int(row.pop("step", None) or 0))
         for name, value in row.items():
-            members = value if isinstance(value, list) else [value]
-            for i, number in enumerate(members):
+            many = isinstance(value, list)
+            for i, number in enumerate(value if many else [value]):
                 if isinstance(number, float | int):
-                    tag = f"{name}/{i}" if isinstance(value, list) else name
+                    tag = f"{name}/{i}" if many else name
                     event.summary.value.extend(self._scalar(tag, number).value)
         self._write(event)
 
@@ -209,9 +163,9 @@ class TensorBoardLogger(_FileLogger):
         """Append a record: length, checksum, event, checksum."""
         event.wall_time = time.time()
         data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        sums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
-        self._file.write(length + sums[0] + data + sums[1])
+        for part in (struct.pack("<Q", len(data)), data):
+            self._waiting += part + struct.pack("<I", self._checksum(part))
+        self.flush()
 
 
 class Loggers:
@@ -274,7 +228,7 @@ _KINDS: dict[str, Callable[[Path, int | None], Any]] = {
 
 
 def make_loggers(
-    spec: str | Logger | Iterable[str | Logger] = (),
+    loggers: str | Logger | Iterable[str | Logger] = (),
     directory: str | os.PathLike[str] | None = None,
     *,
     resume_from_step: int | None = None,
@@ -282,7 +236,7 @@ def make_loggers(
     """The loggers of a run, as one.
 
     Args:
-      spec: names ("jsonl", "csv", "tensorboard"; also "csv,tensorboard") and functions.
+      loggers: names ("jsonl", "csv", "tensorboard"; also "csv,tensorboard") and functions.
       directory: the run's; `metrics.jsonl` is always written there. None: functions only.
       resume_from_step: for files that are continued, the step of the checkpoint.
 
@@ -293,29 +247,29 @@ def make_loggers(
       >>> rows
       [{'step': 1, 'loss': 0.5}]
     """
-    if isinstance(spec, str):
-        spec = [name.strip() for name in spec.split(",") if name.strip()]
-    items = [spec] if callable(spec) else list(spec)
-    for item in items:
-        if isinstance(item, str) and item not in _KINDS:
+    if isinstance(loggers, str):
+        loggers = [name.strip() for name in loggers.split(",") if name.strip()]
+    if callable(loggers) or not isinstance(loggers, Iterable):
+        loggers = [loggers]
+    names, functions = ["jsonl"] if directory is not None else [], []
+    for item in loggers:
+        if callable(item):
+            functions.append(item)
+        elif not isinstance(item, str):
+            raise TypeError(f"loggers must be names and functions of a row, got {item!r}.")
+        elif item not in _KINDS:
             raise ValueError(
                 f"unknown logger {item!r}; use {', '.join(_KINDS)}, or a function of your own: "
                 f"loggers=[lambda row: print(row)].{did_you_mean(item, _KINDS)}"
             )
-        if not isinstance(item, str) and not callable(item):
-            raise TypeError(f"a logger is a name or a function of a row, got {item!r}.")
-    names = dict.fromkeys(item for item in items if isinstance(item, str))
-    functions = [item for item in items if not isinstance(item, str)]
-    if directory is None:
-        if names:
-            raise ValueError(
-                f'logger {next(iter(names))!r} writes a file: give a directory, as "runs/first".'
-            )
-        return Loggers(functions)
-    made = []
+        elif directory is None:
+            raise ValueError(f'logger {item!r} writes a file: give a directory, as "runs/first".')
+        else:
+            names.append(item)
+    made: list[Any] = []
     with contextlib.ExitStack() as stack:  # if one cannot be made, the others are closed
-        for name in dict.fromkeys(["jsonl", *names]):
-            made.append(_KINDS[name](Path(directory), resume_from_step))
+        for name in dict.fromkeys(names):
+            made.append(_KINDS[name](check_path("directory", directory), resume_from_step))
             stack.callback(made[-1].close)
         stack.pop_all()
     return Loggers([*made, *functions])
@@ -329,6 +283,8 @@ def plain_row(row: Row) -> dict[str, Any]:
       >>> plain_row({"step": np.int64(8), "loss": np.float32(0.5), "kl": float("nan")})
       {'step': 8, 'loss': 0.5, 'kl': None}
     """
+    if not isinstance(row, Mapping):
+        raise TypeError(f"a row must be a dict of numbers with a step, got {row!r}.")
     return {str(name): _plain(value) for name, value in row.items()}
 
 
@@ -385,12 +341,10 @@ def _parse_jsonl(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
 
 def _up_to(lines: list[tuple[bytes, Any]], step: int | None) -> list[tuple[bytes, Any]]:
     """Lines of rows with at most this step; a row without one belongs to the row before."""
-    if step is None:
-        return lines
     kept, current = [], -math.inf
     for line, row in lines:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             current = float(row["step"])
-        if current <= step:
+        if step is None or current <= step:
             kept.append((line, row))
     return kept

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxroll.checks import check_choice, check_count, unknown_name
+from jaxroll.checks import check_choice, check_count, check_path, unknown_name
 from jaxroll.train.history import History
 from jaxroll.train.runs import load_curves
 
@@ -79,9 +79,10 @@ def plot_runs(
     check_choice("band", band, (*_BANDS, None))
     smooth = check_count("smooth", smooth)
     if out is not None:
-        check_choice("the end of out", Path(out).suffix.lower(), (".png", ".svg", ".pdf"))
+        out = check_path("out", out)
+        check_choice("the end of out", out.suffix.lower(), (".png", ".svg", ".pdf"))
     groups = load_curves(runs, labels)
-    names = _names(names, groups)
+    names = _names(names, x, groups)
     if ax is not None and len(names) > 1:
         raise ValueError(f"ax holds one chart, got {len(names)} names: {', '.join(names)}.")
     figure, axes = _make_figure(len(names)) if ax is None else (ax.get_figure(root=True), [ax])
@@ -111,7 +112,7 @@ def plot_runs(
         figure.suptitle(title or "", x=0.01, ha="left", fontweight="bold")
         axes[0].set_title(_note(num_seeds, band, smooth), loc="left", fontsize="small")
     if out is not None:
-        _write(figure, Path(out))
+        _write(figure, out)
     return figure
 
 
@@ -240,7 +241,9 @@ def _note(num_seeds: set[int], band: str | None, smooth: int) -> str:
     return ", ".join(parts)
 
 
-def _names(names: str | Sequence[str] | None, groups: dict[str, list[History]]) -> list[str]:
+def _names(
+    names: str | Sequence[str] | None, x: str, groups: dict[str, list[History]]
+) -> list[str]:
     """The columns to plot, each of which some run has."""
     there = list(dict.fromkeys(n for seeds in groups.values() for h in seeds for n in h.names))
     if not names:
@@ -249,7 +252,7 @@ def _names(names: str | Sequence[str] | None, groups: dict[str, list[History]]) 
         if not names:
             raise ValueError("there is nothing to plot: the runs have no rows.")
     names = [names] if isinstance(names, str) else list(names)
-    for name in names:
+    for name in (x, *names):
         if name not in there:
             raise ValueError(unknown_name("column", name, there, "the history"))
     return names

@@ -24,7 +24,7 @@ import rich.progress
 import rich.table
 import rich.text
 
-from jaxroll.checks import check_choice
+from jaxroll.checks import check_choice, check_count
 from jaxroll.train.text import (
     format_clock,
     format_count,
@@ -35,6 +35,7 @@ from jaxroll.train.text import (
 )
 
 Mode = Literal["auto", "bar", "lines", "silent"]
+_STEPS = {"at_least": 0, "below": 2**63}
 _WINDOW = 20.0  # seconds over which the speed is measured
 
 
@@ -72,12 +73,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         check_choice("mode", mode, ("auto", "bar", "lines", "silent"))
-        if total_steps < 0 or start < 0:
-            raise ValueError(
-                f"total_steps and start must be at least 0, got {total_steps} and {start}."
-            )
-        self.total_steps = int(total_steps)
-        self.step = self.start = int(start)
+        self.total_steps = check_count("total_steps", total_steps, **_STEPS)
+        self.step = self.start = check_count("start", start, **_STEPS)
         self.description = description
         self.numbers: dict[str, str] = {}  # name → text, newest values
         self.current_status: str | None = None
@@ -111,9 +108,10 @@ class Progress:
           **numbers: host numbers to show beside the bar. Arrays, such as one return for each
             seed, show as mean ± standard deviation; None and NaN leave the last value.
         """
+        step = check_count("step", step, **_STEPS)
         texts = {_label(name): _summary(value) for name, value in numbers.items()}
         self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
-        done, self.step = int(step) - self.step, int(step)
+        done, self.step = step - self.step, step
         held = self.current_status is not None
         self._set_status(None)
         seconds = self._working_seconds()

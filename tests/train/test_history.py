@@ -27,7 +27,7 @@ def test_column_has_nan_where_missing(history):
 
 
 def test_unknown_column_names_a_near_one(history):
-    with pytest.raises(KeyError, match=r'Did you mean "episode_return'):
+    with pytest.raises(KeyError, match="Did you mean 'episode_return'"):
         history["episode_retrun"]
 
 
