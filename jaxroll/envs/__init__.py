@@ -1,9 +1,10 @@
 """Environments: JAX's own and those of the host, by name or by hand, in one contract."""
 
 from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, autoreset
-from jaxroll.envs.gymnasium import VectorHostEnv, from_gymnasium
+from jaxroll.envs.gymnasium import from_gymnasium
 from jaxroll.envs.gymnax import from_gymnax
 from jaxroll.envs.make import Source, as_env, list_envs, make_env, register_source
+from jaxroll.envs.vector import VectorHostEnv
 from jaxroll.envs.wrappers import (
     ClipAction,
     ClipReward,

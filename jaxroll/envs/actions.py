@@ -1,4 +1,4 @@
-"""Actions on their way to a host environment: checked before they are handed over.
+"""Actions for a host environment, checked before they are handed over.
 
 Simulators written in C accept wrong lengths and dtypes silently, and read past the end or play
 another action. So shape, dtype and range are checked here, for every source.
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxroll import spaces
+from jaxroll.checks import check_choice
 from jaxroll.types import PyTree
 
 OutOfRange = Literal["error", "clip"]
@@ -35,8 +36,7 @@ def action_checker(
         ...
       ValueError: actions must lie in 0 … 1, got 2 for environment 2.
     """
-    if out_of_range not in ("error", "clip"):
-        raise ValueError(f'out_of_range must be "error" or "clip", got {out_of_range!r}.')
+    check_choice("out_of_range", out_of_range, ("error", "clip"))
     if isinstance(space, spaces.Dict):
         parts = {k: action_checker(s, num_envs, out_of_range) for k, s in space.items}
 
@@ -48,79 +48,57 @@ def action_checker(
         return check_dict
 
     shape = (num_envs, *space.shape)
+    is_float = np.dtype(space.dtype).kind == "f"
+    kinds = "f" if is_float else "iub" if isinstance(space, spaces.MultiBinary) else "iu"
+    low, high = action_bounds(space)
+    with np.errstate(over="ignore", invalid="ignore"):
+        slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0) if is_float else 0
 
-    def shaped(actions: Any, kinds: str, wanted: str) -> np.ndarray:
+    def check(actions: PyTree) -> np.ndarray:
         actions = np.asarray(actions)
         if actions.shape != shape:
             raise ValueError(
                 f"actions must have shape {shape}, one for each environment, got {actions.shape}."
             )
         if actions.dtype.kind not in kinds:
+            wanted = "floats" if is_float else "integers"
             raise TypeError(f"actions must be {wanted} for {space}, got {actions.dtype}.")
-        return actions
-
-    if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
-        return _box_checker(space, shaped, out_of_range)
-
-    if isinstance(space, spaces.Box):
-        low, high = (bound.astype(np.int64) for bound in space.bounds())
-    else:
-        sizes = {
-            spaces.Discrete: lambda: np.int64(space.n),  # pyright: ignore[reportAttributeAccessIssue]
-            spaces.MultiDiscrete: lambda: np.asarray(space.nvec),  # pyright: ignore[reportAttributeAccessIssue]
-            spaces.MultiBinary: lambda: np.int64(2),
-        }
-        low, high = np.int64(0), sizes[type(space)]() - 1
-    kinds = "iub" if isinstance(space, spaces.MultiBinary) else "iu"
-
-    is_choice = isinstance(space, spaces.Discrete)
-
-    def check_integers(actions: PyTree) -> np.ndarray:
-        actions = shaped(actions, kinds, "integers")
-        if is_choice and actions.min() >= 0 and actions.max() <= high:
-            return actions  # the common case, in two passes
-        outside = (actions < low) | (actions > high)
-        if outside.any():
-            raise ValueError(_range_message(actions, outside, low, high))
-        return actions
-
-    return check_integers
-
-
-def _box_checker(
-    space: spaces.Box, shaped: Callable[..., np.ndarray], out_of_range: OutOfRange
-) -> Callable[[PyTree], np.ndarray]:
-    low, high = (bound.astype(space.dtype) for bound in space.bounds())
-    with np.errstate(over="ignore", invalid="ignore"):
-        slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0).astype(space.dtype)
-    clip = out_of_range == "clip"
-
-    def check_box(actions: PyTree) -> np.ndarray:
-        actions = shaped(actions, "f", "floats")
-        if not np.isfinite(actions).all():
+        if is_float and not np.isfinite(actions).all():
             env = int(np.argwhere(~np.isfinite(actions))[0][0])
             raise ValueError(
                 f"actions must be finite, got {actions[env]} for environment {env}: the policy's "
                 "parameters or the observations are no longer finite."
             )
+        if (actions >= low).all() and (actions <= high).all():
+            return actions
         inside = np.clip(actions, low, high)
-        if not clip:
-            outside = np.abs(actions - inside) > slack
-            if outside.any():
-                raise ValueError(
-                    _range_message(actions, outside, low, high)
-                    + " Squash them in the policy, or clip on the way: make_env(…, "
-                    'out_of_range="clip").'
-                )
+        outside = np.abs(actions - inside) > slack
+        if outside.any() and (out_of_range == "error" or not is_float):
+            raise ValueError(_range_message(actions, outside, low, high, is_float))
         return inside
 
-    return check_box
+    return check
 
 
-def _range_message(actions: np.ndarray, outside: np.ndarray, low: Any, high: Any) -> str:
-    where = tuple(np.argwhere(outside)[0])
+def action_bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(lowest, highest) action of a space that is not a Dict, of a shape that broadcasts."""
+    if isinstance(space, spaces.Box):
+        low, high = space.bounds()
+        return low.astype(space.dtype), high.astype(space.dtype)
+    size = 2 if isinstance(space, spaces.MultiBinary) else getattr(space, "nvec", None) or space.n
+    return np.asarray(0), np.asarray(size) - 1
+
+
+def _range_message(
+    actions: np.ndarray, outside: np.ndarray, low: Any, high: Any, can_clip: bool
+) -> str:
+    where: tuple[int, ...] = tuple(np.argwhere(outside)[0].tolist())
+    env, *rest = where
     low, high = (np.broadcast_to(bound, actions.shape)[where] for bound in (low, high))
-    return (
-        f"actions must lie in {low} … {high}, got {actions[where]} for environment {where[0]}"
-        + (f", entry {tuple(int(i) for i in where[1:])}." if len(where) > 1 else ".")
+    entry = f", entry {tuple(rest)}" if rest else ""
+    message = (
+        f"actions must lie in {low} … {high}, got {actions[where]} for environment {env}{entry}."
     )
+    if can_clip:
+        message += ' Squash them in the policy, or use make_env(…, out_of_range="clip").'
+    return message

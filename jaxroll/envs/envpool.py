@@ -11,11 +11,13 @@ import functools
 from typing import Any
 
 from jaxroll import spaces
+from jaxroll.checks import check_count
 from jaxroll.envs.actions import OutOfRange
 from jaxroll.envs.base import HostEnvSpec
-from jaxroll.envs.gymnasium import VectorHostEnv
+from jaxroll.envs.deadline import DEFAULT_TIMEOUT
 from jaxroll.envs.make import Source
 from jaxroll.envs.values import Options, UnknownNameError, attempt, suggestion
+from jaxroll.envs.vector import VectorHostEnv
 
 
 class EnvpoolHostEnv(VectorHostEnv):
@@ -27,6 +29,7 @@ class EnvpoolHostEnv(VectorHostEnv):
             spec.open(num_envs, seed=0),
             autoreset_mode="NextStep",
             out_of_range=spec.out_of_range,
+            env_timeout=spec.env_timeout,
         )
 
     def _reset_envs(self, seed: int) -> tuple[Any, Any]:
@@ -43,11 +46,14 @@ class EnvpoolSpec(HostEnvSpec):
     name: str
     options: Options = Options()
     out_of_range: OutOfRange = "clip"
+    env_timeout: float | None = DEFAULT_TIMEOUT
 
     @property
     def arguments(self) -> tuple[str, dict[str, Any]]:
         """(name, options) with which `make_env` makes it."""
-        own = {"out_of_range": self.out_of_range}
+        own: dict[str, Any] = {"out_of_range": self.out_of_range}
+        if self.env_timeout not in (None, DEFAULT_TIMEOUT):
+            own["env_timeout"] = self.env_timeout
         return f"envpool:{self.name}", {**own, **self.options.as_dict()}
 
     @property
@@ -62,8 +68,7 @@ class EnvpoolSpec(HostEnvSpec):
 
     def make(self, num_envs: int) -> EnvpoolHostEnv:
         """Open a pool of `num_envs` environments, stepped together."""
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+        num_envs = check_count("num_envs", num_envs)
         return EnvpoolHostEnv(self, num_envs)
 
     def open(self, num_envs: int, seed: int) -> Any:
@@ -83,6 +88,7 @@ def make(
     name: str,
     *,
     out_of_range: OutOfRange = "clip",
+    env_timeout: float | None = DEFAULT_TIMEOUT,
     **options: Any,
 ) -> EnvpoolSpec:
     """An envpool environment by name; one is opened at once, to read its spaces, and closed.
@@ -90,13 +96,14 @@ def make(
     Args:
       name: as in `envpool.make`.
       out_of_range: "clip" or "error", for `Box` actions past their bounds.
+      env_timeout: seconds that a reset or a step may take; None: any time.
       **options: arguments of the environment.
     """
     if name not in names():
         raise UnknownNameError(
             f"{name!r} is not an environment of envpool.{suggestion(name, names())}"
         )
-    spec = EnvpoolSpec(name, Options.create(options), out_of_range)
+    spec = EnvpoolSpec(name, Options.create(options), out_of_range, env_timeout)
     if options:
         attempt(name, options, lambda: _spaces(spec))
     _spaces(spec)

@@ -13,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from jaxroll import spaces
 from jaxroll.envs import VectorHostEnv, from_gymnasium, make_env
 from jaxroll.envs.actions import action_checker
-from jaxroll.envs.gymnasium import reader, to_space, writer
+from jaxroll.envs.vector import reader, to_space, writer
 from tests.envs.scripted import ScriptedGym, ScriptedVector, hand_stepped
 
 MODES = ("SameStep", "NextStep", "Disabled")
