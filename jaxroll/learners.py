@@ -106,7 +106,7 @@ def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "f
         first = jax.tree.map(lambda x: x[0], tree)
         rest = jax.tree.map(lambda x: x[1:], tree)
         tree = jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
-        return tree if axis_name is None else replicate(tree, axis_name)
+        return replicate(tree, axis_name)
     return all_sum(jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), tree), axis_name)
 
 

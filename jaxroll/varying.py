@@ -40,7 +40,7 @@ def replicate(tree: PyTree, axis_name: Any) -> PyTree:
 
     With `check_vma=True` what was gathered still counts as varying, and cannot leave shard_map by
     `PartitionSpec()`. The largest of equal numbers is that number, bit by bit. Where nothing is
-    checked this does nothing.
+    checked, or `axis_name` is None, this does nothing.
     """
     names = frozenset(axis_name if isinstance(axis_name, tuple) else (axis_name,))
 

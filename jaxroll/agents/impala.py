@@ -32,6 +32,7 @@ from jaxroll.minibatches import divisors
 from jaxroll.optimizers import apply_gradient, clipped_rmsprop
 from jaxroll.storages import DistributedStorage, Unrolls
 from jaxroll.types import ActorState, Array, PyTree, Rollout
+from jaxroll.varying import replicate
 
 
 class IMPALA(DistributedAgent):
@@ -154,7 +155,12 @@ class IMPALA(DistributedAgent):
         return super().state_specs(axis_name).replace(storage=ring)
 
     def store(
-        self, state: TrainState, rollouts: Rollout, *, reduction: Reduction = "exact"
+        self,
+        state: TrainState,
+        rollouts: Rollout,
+        *,
+        axis_name: Any = None,
+        reduction: Reduction = "exact",
     ) -> TrainState:
         """Write one rollout of every actor into its ring."""
         ring = state.storage
@@ -174,7 +180,8 @@ class IMPALA(DistributedAgent):
             return after.slots, after.counters_
 
         slots, counters = map_actors(add, ring.slots, rollouts, reduction=reduction)
-        counters = jax.tree.map(lambda x: x[0], counters)  # all actors' rings move in step
+        # All actors' rings move in step, those of other devices too.
+        counters = replicate(jax.tree.map(lambda x: x[0], counters), axis_name)
         return state.replace(storage=ring.replace(slots=slots, counters_=counters))
 
     # The learner.
@@ -291,7 +298,7 @@ class IMPALA(DistributedAgent):
         learner, actors, rollouts = self.update_normalizers(
             before, state.actors, rollouts, **across
         )
-        state = self.store(state.replace(actors=actors), rollouts, reduction=reduction)
+        state = self.store(state.replace(actors=actors), rollouts, **across)
         ring = state.storage
         optimizer = self.optimizer(self.current_learning_rate(learner))
 
@@ -300,7 +307,7 @@ class IMPALA(DistributedAgent):
             batches = jax.vmap(
                 lambda slots: ring.replace(slots=slots, counters_=counters).sample()
             )(ring.slots)
-            lag = version - batches.version[0]
+            lag = replicate(version - batches.version[0], axis_name)
             # Statistics as they were when the newest rollout was collected.
             grads, metrics = gradient(
                 lambda params, batch: self.loss(self.with_normalizer(params, before), batch),
