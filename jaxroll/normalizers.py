@@ -5,8 +5,9 @@ How training uses them, so that a run is the same on any number of devices:
 1. A rollout is collected under statistics that do not change: `NormalizedPolicy` reads them from
    its params. The stored observations stay raw, so every epoch sees what the actor saw.
 2. After the learner's update each actor reduces its rollout to `batch_statistics`.
-3. The actors' statistics are gathered, [A], and added to the shared ones in actor order:
-   `merge_all`. Which device held which actor has no effect, to the last bit.
+3. The actors' statistics, [A], are added to the shared ones. In exact mode they are gathered and
+   added in actor order (`merge_all`): which device held which actor has no effect, to the last
+   bit. In fast mode they are pooled by one formula (`merge_pooled`), however many actors there are.
 
 Evaluation changes no params, so there the statistics are frozen by construction.
 
@@ -103,10 +104,8 @@ class RunningStatistics(Node):
             return center + shift.reshape(center.shape), variance
 
         pairs = jax.tree.map(statistics, batch, jax.tree.map(jnp.asarray, self.mean))
-        structure = jax.tree.structure(self.mean)
-        mean, variance = (
-            jax.tree.unflatten(structure, [pair[i] for pair in structure.flatten_up_to(pairs)])
-            for i in (0, 1)
+        mean, variance = jax.tree.transpose(
+            jax.tree.structure(self.mean), jax.tree.structure((0, 0)), pairs
         )
         return RunningStatistics(count, jnp.zeros_like(count), mean, variance)
 
@@ -132,6 +131,39 @@ class RunningStatistics(Node):
         """
         start = jax.tree.map(jnp.asarray, self)
         return lax.scan(lambda total, one: (total.merge(one), None), start, stacked)[0]
+
+    def merge_pooled(self, stacked: RunningStatistics, axis_name: Any = None) -> RunningStatistics:
+        """These statistics and A more, [A, ...], pooled by one formula instead of one by one.
+
+        With wₐ = nₐ / Σ n:
+
+            mean = Σ wₐ meanₐ,    var = Σ wₐ (varₐ + (meanₐ − mean)²)
+
+        Args:
+          stacked: of the actors of this device.
+          axis_name: the mesh axis behind which the others are; None: there are none. Two
+            all-reduces of one observation's size take the place of a gather of A.
+        """
+
+        def total(x: Array) -> Array:
+            x = jnp.sum(x, axis=0)
+            return x if axis_name is None else lax.psum(x, axis_name)
+
+        count = total(stacked.count)
+        weights = stacked.count / jnp.where(count > 0, count, 1)
+
+        def weighted(x: Array) -> Array:
+            return total(weights.reshape(weights.shape + (1,) * (x.ndim - 1)) * x)
+
+        def pooled(mean: Array, variance: Array, center: Array) -> tuple[Array, Array]:
+            pooled_mean = center + weighted(mean - center[None])  # float32 has few digits
+            return pooled_mean, weighted(variance + jnp.square(mean - pooled_mean[None]))
+
+        pairs = jax.tree.map(pooled, stacked.mean, stacked.variance, self.mean)
+        mean, variance = jax.tree.transpose(
+            jax.tree.structure(self.mean), jax.tree.structure((0, 0)), pairs
+        )
+        return self.merge(RunningStatistics(count, jnp.zeros_like(count), mean, variance))
 
     def normalize(self, x: PyTree, clip: float | None = 10.0) -> PyTree:
         """(x − mean) / std, clipped to ±clip; x as it is, but clipped, while no row was seen.

@@ -183,7 +183,7 @@ class EpisodeSums(Node):
 
     count: Array  # [] int32
     return_sum: Array  # [] float32
-    length_sum: Array  # [] int32
+    length_sum: Array  # [] float32: 2**31 is 2,000 steps of each of a million environments
 
 
 class EpisodeStatistics(Node):

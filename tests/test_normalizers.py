@@ -178,6 +178,38 @@ def test_actors_merge_in_their_order_bitwise_on_any_number_of_devices():
     np.testing.assert_allclose(results[0].std, everything.std(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_actors_pooled_by_one_formula_are_those_added_one_by_one(check_vma):
+    start = jax.tree.map(jnp.asarray, statistics_of(rows(99, 7)))
+    batches = jnp.stack([jnp.asarray(rows(i, 16, loc=1e4 + i)) for i in range(8)])
+    weights = jnp.ones((8, 16)).at[3].set(0).at[5, :7].set(0)  # actors of unequal weight, and none
+
+    def every(start, batches, weights, axis=None):
+        stacked = jax.vmap(start.batch_statistics)(batches, weights)
+        return start.merge_pooled(stacked, axis)
+
+    results = [jax.jit(every)(start, batches, weights)]
+    assert "scan" not in str(jax.make_jaxpr(every)(start, batches, weights))
+    for devices in (2, 8):
+        mesh = jax.make_mesh((devices,), ("actors",), axis_types=(AxisType.Auto,))
+        sharded = jax.shard_map(
+            functools.partial(every, axis="actors"),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("actors"), PartitionSpec("actors")),
+            out_specs=PartitionSpec(),
+            check_vma=check_vma,
+        )
+        results.append(jax.jit(sharded)(start, batches, weights))
+    counted = np.asarray(batches, np.float64)[np.asarray(weights) > 0]
+    everything = np.concatenate([rows(99, 7), counted])
+    for result in results:
+        assert float(result.count) == len(everything)
+        np.testing.assert_allclose(result.mean, everything.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(result.std, everything.std(0), rtol=1e-5)
+    nothing = start.merge_pooled(jax.vmap(start.batch_statistics)(batches, 0 * weights))
+    chex.assert_trees_all_equal(nothing, start)
+
+
 def test_normalized_observations_are_clipped_and_keep_their_float_dtype():
     statistics = statistics_of(rows(0, 100))
     x = np.array([[1e6, -1e6, 3.0]], np.float32)

@@ -429,10 +429,16 @@ class DistributedAgent(Node):
     ) -> tuple[LearnerState, ActorState, Rollout]:
         """Scaled rewards and updated statistics; scaled by those from before the rollout.
 
-        Statistics are updated between rollouts and pooled over all actors in their order, so they
-        do not depend on the devices.
+        Statistics are updated between rollouts and pooled over all actors; in exact mode in their
+        order, so that they do not depend on the devices.
         """
         transition = rollouts.transition
+
+        def merged(before: RunningStatistics, stacked: RunningStatistics) -> RunningStatistics:
+            if reduction == "exact":
+                return before.merge_all(gather_actors(stacked, axis_name=axis_name))
+            return before.merge_pooled(stacked, axis_name)
+
         if learner.obs_statistics is not None:
             params = self.acting_params(learner)
             stacked = map_actors(
@@ -440,10 +446,7 @@ class DistributedAgent(Node):
                 transition,
                 reduction=reduction,
             )
-            statistics = learner.obs_statistics.merge_all(
-                gather_actors(stacked, axis_name=axis_name)
-            )
-            learner = learner.replace(obs_statistics=statistics)
+            learner = learner.replace(obs_statistics=merged(learner.obs_statistics, stacked))
         if learner.reward_scaler is not None:
             scaler = learner.reward_scaler
 
@@ -456,8 +459,7 @@ class DistributedAgent(Node):
             sums, stacked = map_actors(sums_of, actors.reward_sums, transition, reduction=reduction)
             scaled = transition.replace(reward=scaler.scale(transition.reward))
             rollouts = rollouts.replace(transition=scaled)
-            stacked = gather_actors(stacked, axis_name=axis_name)
-            scaler = scaler.replace(statistics=scaler.statistics.merge_all(stacked))
+            scaler = scaler.replace(statistics=merged(scaler.statistics, stacked))
             learner = learner.replace(reward_scaler=scaler)
             actors = actors.replace(reward_sums=sums)
         return learner, actors, rollouts
@@ -477,7 +479,7 @@ class DistributedAgent(Node):
         count = episodes.count.astype(jnp.float32)
         metrics = {
             "episode_return": Mean(episodes.return_sum, count),
-            "episode_length": Mean(episodes.length_sum.astype(jnp.float32), count),
+            "episode_length": Mean(episodes.length_sum, count),
             "episodes": Sum(episodes.count),
         }
         if overflow is not None:

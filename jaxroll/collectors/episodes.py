@@ -40,7 +40,7 @@ def count_episodes(
         rows = jnp.where(counted, rows, 0).astype(before.dtype)
         inside = jnp.sum(jnp.where(ended, rows, 0), axis=0, dtype=before.dtype)
         after = jnp.sum(jnp.where(ended, 0, rows), axis=0, dtype=before.dtype)
-        ended_sum = jnp.sum(jnp.where(has_ended, before + inside, 0), dtype=before.dtype)
+        ended_sum = jnp.sum(jnp.where(has_ended, before + inside, 0), dtype=jnp.float32)
         return ended_sum, jnp.where(has_ended, 0, before) + after
 
     return_sum, total = split(total, reward)

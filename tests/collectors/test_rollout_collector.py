@@ -14,11 +14,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxroll import spaces
 from jaxroll.collectors import collect, init_actor, rollout as rollout_module
+from jaxroll.collectors.episodes import count_episodes
 from jaxroll.distributions import Categorical
 from jaxroll.envs import autoreset, make_env
 from jaxroll.networks import make_policy
 from jaxroll.networks.actor_critic import ActorCriticPolicy
-from jaxroll.types import Node, PolicyOutput, TimeStep, Transition
+from jaxroll.types import EpisodeStatistics, Node, PolicyOutput, TimeStep, Transition
 from tests.tiers import plain
 
 STATIC = ("env", "policy", "num_steps", "sequence_length", "max_truncations", "bootstrap",
@@ -343,6 +344,14 @@ def test_initial_carries_stand_before_every_sequence(sequence_length):
     assert_equal(rollout.final, whole.final)
     before = np.concatenate([actor.carry["count"][None], whole.transition.extras["count"][:-1]])
     assert_equal(rollout.initial_carry["count"], before[::sequence_length])
+
+
+def test_lengths_of_more_steps_than_an_int32_holds_are_summed():
+    running = EpisodeStatistics(jnp.zeros(4), jnp.full(4, 2**30, jnp.int32))
+    done = jnp.array([[True] * 4, [False] * 4])
+    after, ended = count_episodes(running, jnp.ones((2, 4)), done)
+    assert float(ended.length_sum) == 4 * 2**30  # + 4, which a float32 does not hold
+    assert after.episode_length.tolist() == [1] * 4
 
 
 def test_episode_sums_count_what_ended_across_rollouts():
