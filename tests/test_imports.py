@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,16 @@ def imported_rooms(path):
             parts = name.split(".")
             if parts[0] == "jaxroll" and len(parts) > 1:
                 yield node.lineno, parts[1]
+
+
+def test_the_layout_page_names_every_part():
+    page = (PACKAGE.parent / "docs" / "package_layout.md").read_text()
+    named = set(re.findall(r"(\w+)(?:/|\.py)", page.split("```")[1])) - {"jaxroll"}
+    exist = {room_of(p) for p in MODULES if not p.name.startswith("_") or p.name == "__init__.py"}
+    tops = {room for room in exist if not room.startswith("_")}
+    assert tops <= named, f"docs/package_layout.md does not name {sorted(tops - named)}"
+    gone = named - {part for p in MODULES for part in p.relative_to(PACKAGE).with_suffix("").parts}
+    assert not gone, f"docs/package_layout.md names {sorted(gone)}, which do not exist"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

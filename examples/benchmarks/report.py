@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -32,6 +33,8 @@ _PACKAGES = (
     "stable-baselines3",
     "torch",
 )
+
+BEGIN, END = "<!-- speed, written by examples/benchmarks/run.py -->", "<!-- end speed -->"
 
 
 def machine() -> dict[str, Any]:
@@ -72,6 +75,75 @@ def _processor() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
     return names[0] if names else platform.processor()
+
+
+# What the README shows: what is compared, section, ratio.
+_SUMMARY = (
+    (
+        "PPO on CartPole, whole training in one jit: purejaxrl form / jaxroll",
+        "ppo",
+        "purejaxrl form / jaxroll",
+    ),
+    ("the same: rejax / jaxroll", "ppo", "rejax / jaxroll"),
+    (
+        "PPO on MinAtar Breakout with the same MLP: purejaxrl form / jaxroll",
+        "minatar",
+        "purejaxrl form / jaxroll",
+    ),
+    ("PPO on CartPole: Stable-Baselines3 / jaxroll", "sb3", "stable-baselines3 / jaxroll"),
+    ("launches of a PPO update: purejaxrl form / jaxroll", "launches", "purejaxrl form / jaxroll"),
+    ("GAE: jaxroll / rlax", "gae", "jaxroll / rlax"),
+    ("V-trace: rlax / jaxroll", "vtrace", "rlax / jaxroll"),
+    (
+        "an epoch of minibatches: permute, take and reshape / jaxroll",
+        "minibatches",
+        "purejaxrl form / jaxroll",
+    ),
+    ("`add` / stacking the outputs of the scan", "storage", "jaxroll / stacking"),
+    ("`collect` / a scan written by hand", "collector", "jaxroll / by hand"),
+    ("`HostCollector` / a bare loop", "host", "jaxroll / bare loop"),
+    ("exact / fast reduction", "exact", "exact / fast"),
+    ("one device / two, sharing two cores", "devices", "1 device / 2 devices"),
+)
+
+
+def summary(rows: list[Row]) -> str:
+    """The README's table of ratios, as they were measured; what has no rows is left out."""
+    lines = ["| compared | ratio |", "| --- | --- |"]
+    for what, section, label in _SUMMARY:
+        found = {
+            row.case: spread.median
+            for row in rows
+            if row.section == section
+            for ratio, spread in row.ratios
+            if ratio.label == label
+        }
+        if len(found) > 4:
+            low, high = min(found.values()), max(found.values())
+            lines.append(f"| {what} | {low:.2f}–{high:.2f} over {len(found)} cases |")
+        elif found:
+            shown = [f"{name}: {x:.2f}" for name, x in zip(_short(list(found)), found.values())]
+            lines.append(f"| {what} | {'; '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _short(cases: list[str]) -> list[str]:
+    """The cases without the words that all of them start with."""
+    parts = [re.split(r", (?![^(]*\))", case) for case in cases]
+    while all(len(words) > 1 for words in parts) and len({words[0] for words in parts}) == 1:
+        parts = [words[1:] for words in parts]
+    return [", ".join(words) for words in parts]
+
+
+def write_summary(rows: list[Row], readme: pathlib.Path) -> None:
+    """Put `summary` between the README's two marks."""
+    text = readme.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{readme} must have the marks {BEGIN!r} and {END!r}.")
+    text = f"{head}{begin}\n{summary(rows)}\n{end}{tail}"
+    readme.write_text(text, encoding="utf-8")
 
 
 def as_json(rows: Iterable[Row], about: dict[str, Any], command: str, clock: str) -> str:

@@ -1,7 +1,8 @@
 """Time jaxroll side by side with what one would use instead: `python examples/benchmarks/run.py`.
 
-Prints rows as they are measured, and writes RESULTS.md and results.json beside this file (`--out`:
-elsewhere). Sections can be named; the rows of others stay as they are in the files.
+Prints rows as they are measured, and writes RESULTS.md and results.json beside this file and the
+table of the README (`--out`: files elsewhere). Sections can be named; the rows of others stay as
+they are in the files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ _SECTIONS: dict[str, tuple[str, str, str, dict[str, str] | None]] = {
     "learning": ("learning", "learning", "Equal learning", None),
     "startup": ("hosts", "startup", "Start-up", {}),
 }
-_ONLY_IF_NAMED = ("learning",)  # unless --full: it takes minutes
 SECTIONS = tuple(_SECTIONS)
 
 
@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings.create(
         quick=options.quick, full=options.full, clock=options.clock, baseline=options.baseline
     )
-    names = options.sections or [
-        name for name in SECTIONS if options.full or name not in _ONLY_IF_NAMED
-    ]
+    names = options.sections or list(SECTIONS)
     if options.child:
         rows = _run_here(names[0], settings)
         print(json.dumps([row.as_json() for row in rows]))
@@ -117,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "sections", nargs="*", metavar="section", help=f"which: {', '.join(SECTIONS)}; none: all"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
-    parser.add_argument("--full", action="store_true", help="longer, with the learning section")
+    parser.add_argument("--full", action="store_true", help="longer: narrower spreads")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -197,6 +195,8 @@ def _write(options: argparse.Namespace, rows: list[Row], about: dict) -> None:
     results.write_text(report.as_json(rows, about, command, options.clock), encoding="utf-8")
     text = report.as_markdown(rows, about, command, options.clock, headings)
     (options.out / "RESULTS.md").write_text(text, encoding="utf-8")
+    if options.out.resolve() == HERE:
+        report.write_summary(rows, HERE.parents[1] / "README.md")
 
 
 if __name__ == "__main__":
