@@ -24,6 +24,22 @@ RULES = {
     "in [0, 1]": lambda x: (x >= 0) & (x <= 1),
 }
 
+# What options of other libraries are called here, to say so in an error.
+RENAMED = {
+    "clip_range": "clip_epsilon",
+    "device": 'JAX_PLATFORMS in the environment ("cpu", "cuda", "tpu"), or mesh=, devices=',
+    "ent_coef": "entropy_coef",
+    "eps": "adam_epsilon (IMPALA: rmsprop_epsilon)",
+    "gamma": "discount",
+    "hidden_dim": "hidden_sizes=(256, 256)",
+    "lr": "learning_rate",
+    "n_epochs": "num_epochs",
+    "size": "num_steps (of a ring: num_storages)",
+    "tag": "checkpoint_dir= (of a config: out)",
+    "use_lstm": 'network="lstm"',
+    "vf_coef": "value_coef",
+}
+
 
 def check_count(name: str, value: Any, *, at_least: int = 1, below: int = 2**31) -> int:
     """A size or a number of things: an integer in [at_least, below).
@@ -208,7 +224,11 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
     Example:
       >>> did_you_mean("discuont", ["discount", "gae_lambda"])
       " Did you mean 'discount'?"
+      >>> did_you_mean("lr", ["learning_rate"])
+      ' It is called learning_rate here.'
     """
+    if isinstance(name, str) and name in RENAMED:
+        return f" It is called {RENAMED[name]} here."
     spelled = {str(k).lower(): k for k in known}
     near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     return f" Did you mean {spelled[near[0]]!r}?" if near else ""

@@ -15,7 +15,7 @@ from jaxroll.config import GIVEN, Config
 from jaxroll.minibatches import divisors
 from jaxroll.sweeps import Sweep
 from jaxroll.train.history import History
-from jaxroll.train.options import as_eval_env, check_budget
+from jaxroll.train.preflight import as_eval_env, check_budget
 from jaxroll.train.programs import check_traces, make_program
 from jaxroll.types import Rollout
 

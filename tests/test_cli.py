@@ -109,7 +109,7 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["train", "CartPole-v1"], "is an environment. Use: jaxroll train ppo CartPole-v1"),
         (["train", "ppo", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
         (["train", "--set", "learning_rate"], "--set takes KEY=VALUE"),
-        (["train", "--set", "learning_rat=1"], 'Did you mean "learning_rate"'),
+        (["train", "--set", "learning_rat=1"], "Did you mean 'learning_rate'"),
         (["train", "--set", "learning_rate=-1"], "learning_rate must be > 0, got -1"),
         (["train", "--set", "learning_rate=fast"], "learning_rate must be a number"),
         (["train", "--num-train-steps", "many"], "num_train_steps must be an integer"),
@@ -129,7 +129,7 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["train", "--set", f"num_epochs={2**40}"], "num_epochs must be below 2"),
         (["train", "--num-envs", str(2**20), "--set", "num_steps=4096"], "num_steps must be below"),
         (["train", "--set", "hidden_sizes=[1000000, 1000000]"], "must fit into this machine"),
-        (["train", "--set", "agent=3"], "agent must be a string, got 3"),
+        (["train", "--set", "agent=3"], "agent must be one of .*, got 3"),
         (["train", "--set", "learning_rate=true"], "learning_rate must be a number, got True"),
         (["train", "--out", "gs://bucket/run"], "out must be a path on this machine"),
         (["eval", "nowhere"], "no config at nowhere"),
@@ -313,16 +313,14 @@ def test_resume_goes_on_to_the_same_end(run, capsys):
     assert Config.read(parts).num_train_steps == 384
 
 
-def test_a_run_decays_over_its_own_length_and_says_if_it_is_prolonged(run, capsys):
-    assert Config.read(run).hyperparameters["decay_steps"] == 256
+def test_a_prolonged_run_says_from_where_its_learning_rate_is_0(run, capsys):
     out = run.with_name("longer")
-    argv = ["train", "--config", str(run), "--num-train-steps", "320", "--no-cache"]
+    argv = ["train", "--config", str(run), "--set", "decay_steps=256", "--no-cache", "--quiet"]
     assert main([*argv, "--out", str(out)]) == 0
-    assert Config.read(out).hyperparameters["decay_steps"] == 320
     assert "learning rate is 0" not in capsys.readouterr().err
-    assert main(["resume", str(out), "--num-train-steps", "384", "--no-cache"]) == 0
-    assert "is 0 from step 320 on, and the run ends at 384" in capsys.readouterr().err
-    assert Config.read(out).hyperparameters["decay_steps"] == 320
+    assert main(["resume", str(out), "--num-train-steps", "320", "--no-cache"]) == 0
+    assert "is 0 from step 256 on, and the run ends at 320" in capsys.readouterr().err
+    assert Config.read(out).hyperparameters["decay_steps"] == 256
 
 
 def test_resume_takes_settings_and_says_what_is_another_run(run, capsys):

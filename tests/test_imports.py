@@ -14,7 +14,7 @@ import jaxroll
 PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
     {"_version", "checks"},
-    {"_toml", "types", "spaces"},
+    {"types", "spaces"},
     {"sums", "counts", "varying"},
     {
         "estimators",

@@ -8,7 +8,7 @@ another program it is static and compares by value.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.core
 import numpy as np
 from flax import struct
 
+from jaxroll.checks import unknown_name
 from jaxroll.types import as_leaf
 
 _RULES = {
@@ -103,7 +104,7 @@ class Hyperparameter:
         return value
 
     def _check_static(self, value: Any) -> Any:
-        if isinstance(value, list):
+        if not isinstance(value, str | bytes) and isinstance(value, Sequence):
             value = tuple(value)
         if self.choices and value not in self.choices:
             options = ", ".join(repr(c) for c in self.choices)
@@ -116,7 +117,7 @@ class Hyperparameter:
                 value = int(value)
             if type(value) is not kind:
                 raise TypeError(f"{self.name} must be of type {kind.__name__}, got {value!r}.")
-            if value >= 2**31:  # what a size of an array, or a count on a device, can be
+            if int(value) >= 2**31:  # what a size of an array, or a count on a device, can be
                 raise ValueError(f"{self.name} must be below 2**31, got {value}.")
         if self.rule is not None and value is not None:
             if isinstance(value, float) and value.is_integer():
@@ -163,9 +164,5 @@ def resolve(cls: type, given: dict[str, Any]) -> dict[str, Any]:
     known = hyperparameters_of(cls)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(
-                f"{cls.__name__} has no hyperparameter {name!r}.{hint} It has: {', '.join(known)}."
-            )
+            raise TypeError(unknown_name("hyperparameter", name, known, cls.__name__))
     return {name: h.check(given.get(name, h.default)) for name, h in known.items()}

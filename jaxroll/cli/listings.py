@@ -6,7 +6,6 @@ import argparse
 import textwrap
 
 from jaxroll.cli.parser import UsageError
-from jaxroll.config import DECAYING
 from jaxroll.train.text import near_matches
 
 
@@ -34,8 +33,6 @@ def agents_command(args: argparse.Namespace) -> int:
     for name, default, note in rows:
         head = f"  {name:<{widths[0]}}  {default:<{widths[1]}}  "
         print(textwrap.fill(head + note, 100, subsequent_indent=" " * indent))
-    if args.name in DECAYING:
-        print("\ndecay_steps of a run (a config, the command line) is its num_train_steps.")
     print("\n* can be changed and swept without compiling anew. Set one: --set NAME=VALUE.")
     return 0
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxroll._version import __version__
-from jaxroll.config import settings
+from jaxroll.config import Config
+from jaxroll.train.options import fields_of
 from jaxroll.train.text import near_matches
 
 EXIT_CODES = {
@@ -115,26 +116,25 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     return parser, commands
 
 
-def _setting(parser: Any, name: str, metavar: str) -> None:
+def _setting(parser: Any, name: str) -> None:
     """An option of the command line for a setting of the config: one definition serves both."""
-    field = settings()[name]
-    choices = field.metadata["choices"]
+    field = fields_of(Config)[name]
     default = "" if field.default is None else f" (default: {field.default})"
     parser.add_argument(
         f"--{name.replace('_', '-')}",
-        metavar="|".join(choices) or metavar,
+        metavar=field.metadata["metavar"],
         help=f"{field.metadata['help']}{default}".replace("%", "%%"),
     )
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-    agent, env = (settings()[name].default for name in ("agent", "env"))
+    agent, env = (fields_of(Config)[name].default for name in ("agent", "env"))
     parser.add_argument("agent", nargs="?", metavar="AGENT", help=f"(default: {agent})")
     parser.add_argument("env", nargs="?", metavar="ENV", help=f"(default: {env})")
     run = parser.add_argument_group("the experiment")
-    _setting(run, "num_train_steps", "N")
-    _setting(run, "seed", "N")
-    _setting(run, "num_seeds", "N")
+    _setting(run, "num_train_steps")
+    _setting(run, "seed")
+    _setting(run, "num_seeds")
     run.add_argument("--num-envs", metavar="N", help="environments in total")
     run.add_argument("--num-actors", metavar="N", help="logical actors; devices must divide them")
     run.add_argument("--config", metavar="FILE", help="a TOML file, or a run to repeat")
@@ -151,7 +151,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     flags = ("agent", "env", "num_train_steps", "seed", "num_seeds", "devices", "reduction", "out")
     lines = [
         f"  {name:<20} {field.metadata['help']} (default: {_shown(field.default)})"
-        for name, field in settings().items()
+        for name, field in fields_of(Config).items()
         if name not in flags
     ]
     parser.epilog = f"more settings, for --set and config files:\n{chr(10).join(lines)}\n\n" + str(
@@ -176,8 +176,8 @@ def _shown(default: Any) -> str:
 
 def _devices(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where it runs")
-    _setting(where, "devices", "D")
-    _setting(where, "reduction", "")
+    _setting(where, "devices")
+    _setting(where, "reduction")
     where.add_argument("--no-cache", action="store_true", help="keep no compiled programs on disk")
     where.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     where.add_argument("--num-processes", metavar="N", type=int, help="processes of the run")

@@ -61,18 +61,7 @@ def config_of(args: argparse.Namespace) -> Config:
     for name in _FLAGS:
         if getattr(args, name) is not None:
             changes[name] = parse_value(getattr(args, name))
-    return Config.from_dict(merge(_without_own_decay(values, changes), changes))
-
-
-def _without_own_decay(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A config whose learning rate falls over its own length, ready to have another length."""
-    given = values.get("hyperparameters", {})
-    if "num_train_steps" not in changes or "decay_steps" not in given:
-        return values
-    if given["decay_steps"] != values["num_train_steps"]:
-        return values
-    kept = {name: value for name, value in given.items() if name != "decay_steps"}
-    return values | {"hyperparameters": kept}
+    return Config.from_dict(merge(values, changes))
 
 
 def claim_directory(wanted: str) -> str:

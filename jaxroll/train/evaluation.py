@@ -13,7 +13,7 @@ import numpy as np
 from jaxroll import collectors, parallel
 from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
-from jaxroll.train.options import as_eval_env
+from jaxroll.train.preflight import as_eval_env
 
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1

@@ -18,16 +18,15 @@ from jax.sharding import Mesh
 
 from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.counts import count_value
-from jaxroll.learners import check_reduction
 from jaxroll.train.checkpoint import Checkpointer
 from jaxroll.train.evaluation import evaluation_columns
 from jaxroll.train.history import History
 from jaxroll.train.lock import RunLock
 from jaxroll.train.logging import make_loggers
-from jaxroll.train.options import (
+from jaxroll.train.preflight import (
     as_callbacks,
     as_eval_env,
-    as_loggers,
+    check_loggers,
     check_new,
     check_options,
     check_resumable,
@@ -143,8 +142,8 @@ def train(
       and `history.saved_step` which is the newest on disk.
     """
     given = dict(locals())  # before there are other names
-    check_reduction(reduction)
-    check_options(agent, given)
+    options = check_options(agent, given)
+    loggers = options.loggers
     eval_env = as_eval_env(agent, eval_env, "eval_env")
     if mesh is not None:
         parallel.check_mesh(mesh, agent.num_actors, num_learners)
@@ -154,7 +153,7 @@ def train(
             f"{num_learners}. Give mesh=jaxroll.parallel.make_mesh({num_learners})."
         )
     callbacks = as_callbacks(callbacks)
-    loggers = as_loggers(loggers, checkpoint_dir)
+    check_loggers(loggers, checkpoint_dir)
     check_traces(agent)
     is_primary = jax.process_index() == 0
     run = Schedule(agent, log_interval, eval_interval, checkpoint_interval)

@@ -1,288 +1,153 @@
-"""What `train` can be asked for: mistakes are found before anything is compiled or written."""
+"""The options of a run: one schema for Python, config files and the command line.
+
+Nothing heavy is imported, so that the command line can show its help.
+"""
 
 from __future__ import annotations
 
-import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
+from jaxroll.checks import (
+    check_choice,
+    check_count,
+    check_number,
+    check_path,
+    check_seed,
+    did_you_mean,
+    unknown_name,
+)
 
-from jaxroll.checks import check_choice, check_path
-from jaxroll.envs import as_env
-from jaxroll.spaces import shows_alike
-from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
-from jaxroll.train.logging import make_loggers
-from jaxroll.train.step_files import as_json
-
-_RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
+LOGGERS = ("jsonl", "csv", "tensorboard")
 
 
-def check_options(agent: Any, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` or `TypeError` for an option of `train` that makes no sense.
+def option(default: Any, help: str, check: Callable[[str, Any], Any], metavar: str = "N") -> Any:
+    """A field of `Options`.
 
     Args:
-      agent: what is to be trained.
-      options: the arguments of `train` by name.
+      default: its value; None: it may be None.
+      help: one sentence.
+      check: a function of name and value: the value as it is stored, or an error.
+      metavar: what stands for the value in help.
     """
-    for name in ("num_train_steps", "log_interval", "num_eval_episodes", "keep_checkpoints"):
-        _check_count(name, options[name])
-    for name in ("eval_interval", "checkpoint_interval"):
-        if options[name] is not None:
-            _check_count(name, options[name])
-    _check_count("keep_best", options["keep_best"], at_least=0)
-    if options["keep_best"] and options["eval_interval"] is None:
-        raise ValueError(
-            f"keep_best = {options['keep_best']} goes by eval_episode_return: give eval_interval, "
-            "the environment steps between evaluations."
-        )
-    check_budget(agent, options["num_train_steps"])
-    seed = options["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed must be an integer, got {seed!r}.")
-    if not 0 <= seed < 2**32:  # beyond it, keys would repeat
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}.")
-    for name, choices in (
-        ("nonfinite", ("stop", "skip")),
-        ("progress", ("auto", "bar", "lines", "silent")),
-    ):
-        if options[name] not in choices:
-            shown = " or ".join(f'"{c}"' for c in choices)
-            rule = shown if len(choices) == 2 else f"one of {choices}"
-            raise ValueError(f"{name} must be {rule}, got {options[name]!r}.")
-    for name in ("target_return", "time_budget"):
-        if options[name] is not None:
-            _check_number(name, options[name])
-    for name in ("checkpoint_dir", "init_model_path"):
-        if options[name] is not None:
-            check_path(name, options[name])
-    check_choice("on_signal", options["on_signal"], ("exit", "return"))
-    mesh, state, config = (options[name] for name in ("mesh", "state", "config"))
-    if not isinstance(mesh, Mesh | None):
-        raise TypeError(
-            f"mesh must be a mesh, got {mesh!r}. Use mesh=jaxroll.parallel.make_mesh(8)."
-        )
-    if options["resume"] and options["checkpoint_dir"] is None:
-        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
-    if options["resume"] and state is not None:
-        raise ValueError("give either resume=True or state, not both.")
-    if state is not None and options["init_model_path"] is not None:
-        raise ValueError(
-            "give either state, which holds a policy, or init_model_path, not both. To put another "
-            "policy into a state: state.replace(learner=state.learner.replace(params=…))."
-        )
-    if state is not None and not (hasattr(state, "learner") and hasattr(state, "actors")):
-        raise TypeError(
-            f"state must be a TrainState, as agent.init, train and load give it; got a "
-            f"{type(state).__name__}. For params alone use init_model_path."
-        )
-    if state is not None:
-        check_state(agent, state)
-    if not callable(options["on_begin"]):
-        raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
-    if config is not None:  # not hours later, by the first save
-        as_json("config", config)
-    as_eval_env(agent, options["eval_env"], "eval_env")
+    metadata = {"help": help, "check": check, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_state(agent: Any, state: Any) -> None:
-    """Raise if a state is not of an agent of these sizes, with the leaves that differ."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    if agent.is_host:
-        like, found = jax.eval_shape(agent.init_learner, key), state.learner
-        sizes = agent.num_actors, agent.envs_per_actor
-        if state.actors.is_first.shape != sizes:
+def choice(default: str, help: str, *others: str) -> Any:
+    """A field of `Options` that is one of a few words, the default among them."""
+    words = (default, *others)
+    return option(default, help, functools.partial(check_choice, choices=words), "|".join(words))
+
+
+def steps(name: str, value: Any) -> int:
+    """A number of environment steps, which may be beyond 2**31."""
+    return check_count(name, value, below=2**63)
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    return float(check_number(name, value))
+
+
+def seconds(name: str, value: Any) -> float:
+    """A number > 0."""
+    return float(check_number(name, value, "> 0"))
+
+
+def text(name: str, value: Any) -> str:
+    """One or more characters that a file can hold."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}.")
+    if not value or not is_writable(value):
+        raise ValueError(f"{name} must be a string of one or more characters, got {value!r}.")
+    return value
+
+
+def is_writable(value: str) -> bool:
+    """Whether text can be encoded: no half of a surrogate pair is in it."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def path(name: str, value: Any) -> str:
+    """A path on this machine, as text."""
+    return text(name, str(check_path(name, value)))
+
+
+def loggers(name: str, value: Any) -> tuple[Any, ...]:
+    """Names of loggers, and functions of a row; one alone, or names joined by commas, too."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    elif callable(value):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise TypeError(f'{name} must be a list of names or functions, got {value!r}. Use ["csv"].')
+    for item in value:
+        if not callable(item) and item not in LOGGERS:
             raise ValueError(
-                f"state must be of num_actors, num_envs / num_actors = {sizes}; it has "
-                f"{state.actors.is_first.shape}."
+                f"unknown logger {item!r}: {name} must be of {', '.join(LOGGERS)}, or functions of "
+                f"a row.{did_you_mean(item, LOGGERS)}"
             )
-    else:
-        like, found = jax.eval_shape(agent.init, key), state
-    wanted, got = (
-        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-        for leaves in map(jax.tree.leaves_with_path, (like, found))
+    return tuple(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `train`, checked when they are made; a `Config` has them too."""
+
+    num_train_steps: int = option(300_000, "environment steps of the whole run", steps)
+    seed: int = option(0, "everything random follows from it", check_seed)
+    reduction: str = choice("fast", "exact: bitwise the same on any number of devices", "exact")
+    log_interval: int = option(10_000, "environment steps between rows", steps)
+    eval_interval: int | None = option(
+        None, "environment steps between evaluations, each with a row; none: no evaluation", steps
     )
-    different = [
-        f"{name} is {_shape(got.get(name))}, the agent's {_shape(wanted.get(name))}"
-        for name in wanted | got
-        if _shape(got.get(name)) != _shape(wanted.get(name))
-    ]
-    if different:
-        raise ValueError(
-            f"state must be of an agent of the same sizes, but {len(different)} leaves differ: "
-            f"{'; '.join(different[:3])}. Create the agent with "
-            "the sizes that the state was made with."
-        )
+    num_eval_episodes: int = option(32, "episodes of each evaluation", check_count)
+    checkpoint_interval: int | None = option(
+        None, "environment steps between checkpoints; none: one every five minutes", steps
+    )
+    keep_checkpoints: int = option(3, "how many of the latest checkpoints stay", check_count)
+    keep_best: int = option(
+        0,
+        "how many of the best by eval_episode_return stay beside them; each evaluation is saved",
+        functools.partial(check_count, at_least=0),
+    )
+    target_return: float | None = option(
+        None, "stop when an evaluation (without evaluations: a row) reaches this return", number
+    )
+    time_budget: float | None = option(None, "stop after so many seconds", seconds, "SECONDS")
+    nonfinite: str = choice("stop", "what to do at a gradient that is not finite", "skip")
+    init_model_path: str | None = option(
+        None, "a checkpoint or run whose policy the run starts from", path, "PATH"
+    )
+    loggers: tuple[Any, ...] = option(
+        (), "beside metrics.jsonl, which is always written: csv, tensorboard", loggers, "NAMES"
+    )
+    progress: str = choice("auto", "how progress is shown", "bar", "lines", "silent")
 
-
-def _shape(leaf: Any) -> str:
-    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def check_budget(agent: Any, num_train_steps: int) -> None:
-    """Raise `ValueError` if a run would end before its first update."""
-    if num_train_steps <= agent.prefilled_steps:
-        raise ValueError(
-            f"num_train_steps must be more than the {agent.prefilled_steps} steps with which the "
-            f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
-            "use a smaller num_storages."
-        )
-
-
-def as_eval_env(agent: Any, env: Any, argument: str) -> Any:
-    """An environment, or the one of this name; raise if the agent's policy cannot act in it.
-
-    Args:
-      agent: whose spaces it must have.
-      env: whatever `jaxroll.envs.as_env` takes; None: the agent's own.
-      argument: how to call it in an error.
-    """
-    if env is None:
-        return None
-    env = as_env(env, argument)
-    wanted, got = agent.env.observation_space, env.observation_space
-    if not shows_alike(wanted, got):
-        raise ValueError(
-            f"{argument} must have the agent's observation_space, {wanted}; got {got}."
-        )
-    wanted, got = agent.env.action_space, env.action_space
-    if wanted != got:
-        raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
-    return env
-
-
-def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
-    """The callbacks, of an iterable that may be used up by looking at it once."""
-    if callable(callbacks) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list of functions, got {callbacks!r}.")
-    functions = tuple(callbacks)
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"a callback is a function of an Event, got {function!r}.")
-    return functions
-
-
-def as_loggers(loggers: Any, directory: Any) -> list[Any]:
-    """Names and functions; a wrong name, or one whose package is missing, raises now."""
-    if isinstance(loggers, str):
-        loggers = loggers.split(",")
-    elif callable(loggers):
-        loggers = [loggers]
-    elif not isinstance(loggers, Iterable):
-        raise TypeError(f"loggers must be names and functions of a row, got {loggers!r}.")
-    loggers = [x.strip() if isinstance(x, str) else x for x in loggers]
-    loggers = [x for x in loggers if not isinstance(x, str) or x]
-    if directory is None:
-        make_loggers(loggers)
-        return loggers
-    # The run's own files open only where it goes on, which is known after compiling. A user's
-    # functions are not tried: they may have a close.
-    tried = [x for x in loggers if isinstance(x, str) or not callable(x)]
-    with tempfile.TemporaryDirectory() as scratch:
-        make_loggers(tried, scratch).close()
-    return loggers
-
-
-def check_resumable(directory: Path) -> None:
-    """Raise if a directory holds things but no run; a new one may be gone on with from step 0.
-
-    So a script that always says resume=True does the right thing from its first start on, and a
-    run that was killed before its first checkpoint starts over; but a wrong path is not taken.
-    """
-    if not directory.is_dir() or any((directory / name).exists() for name in _RUN_FILES):
-        return
-    found = sorted(path.name for path in directory.iterdir())
-    if found:
-        shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
-        raise NoCheckpointError(
-            f"{directory} holds no checkpoint to resume from, but {shown}. Give the directory of "
-            "a run."
-        )
-
-
-def check_new(directory: Path) -> None:
-    """Raise `FileExistsError` if a directory holds what a new run would write over."""
-    steps = Checkpointer(directory / "checkpoints").steps()
-    metrics = directory / "metrics.jsonl"
-    found = ""
-    if steps:
-        found = f"at step {steps[-1]}"
-    elif has_steps(directory / "checkpoints"):
-        found = "whose checkpoints are all damaged"
-    elif metrics.exists() and metrics.stat().st_size:
-        found = "that was stopped before its first checkpoint, with its metrics"
-    if found:
-        way = "go on with it" if steps else "start it over"
-        if found.endswith("damaged"):
-            way = "see what is damaged"
-        raise FileExistsError(
-            f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
-            "checkpoint_dir."
-        )
-
-
-def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare what a checkpoint says of its run with what goes on: its seed must be the same.
-
-    Keys and environments are those of the checkpoint, so another seed would be without effect;
-    another hyperparameter has one, and is warned of.
-    """
-    if before.get("seed", now["seed"]) != now["seed"]:
-        raise ValueError(
-            f"the run has seed {before['seed']}, and goes on with it; got seed {now['seed']}. Use "
-            f"seed={before['seed']}, or another directory for a run of another seed."
-        )
-    for name in ("agent", "env"):
-        if name in before and before[name] != now[name]:
+    def __post_init__(self):
+        for name, field in fields_of(type(self)).items():
+            value = getattr(self, name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, name, field.metadata["check"](name, value))
+        if self.keep_best and self.eval_interval is None:
             raise ValueError(
-                f"the run has {name} {before[name]}, and goes on with it; got {now[name]}. Use "
-                "another directory for another run."
+                f"keep_best = {self.keep_best} goes by eval_episode_return: give eval_interval, "
+                "the environment steps between evaluations."
             )
-    changed = []
-    for table, prefix in (("hyperparameters", ""), ("env_options", "env_options.")):
-        old, new = before.get(table, {}), now.get(table, {})
-        changed += [
-            f"{prefix}{name} = {_shown(new.get(name))}, before {_shown(old.get(name))}"
-            for name in sorted(old.keys() | new.keys())
-            if (name in old or prefix) and old.get(name) != new.get(name)
-        ]
-    if changed:
-        warnings.warn(
-            f"the run goes on with {'; '.join(changed)}. It is no longer the run that its config "
-            "describes from the start.",
-            CheckpointWarning,
-            stacklevel=4,
-        )
+
+    @classmethod
+    def make(cls, **given: Any) -> Options:
+        """The options; for an unknown name, an error that says what was meant."""
+        known = [*fields_of(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(unknown_name("option", name, known, "train"))
+        return cls(**given)
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
-
-
-def has_steps(directory: Path) -> bool:
-    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
-    # A kill before the first leaves other names.
-    named = directory.glob("*") if directory.is_dir() else ()
-    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
-
-
-def _check_count(name: str, value: Any, at_least: int = 1) -> None:
-    _check_number(name, value, at_least=at_least)
-    if value >= 2**63:
-        raise ValueError(f"{name} must be below 2**63, got {value}.")
-    if value != int(value):
-        raise ValueError(f"{name} must be a whole number, got {value!r}.")
-
-
-def _check_number(name: str, value: Any, *, at_least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    if value != value:
-        raise ValueError(f"{name} must be a number, got nan.")
-    if at_least is not None and value < at_least:
-        unit = " environment step" if name.endswith("interval") else ""
-        raise ValueError(f"{name} must be at least {at_least}{unit}, got {value}.")
+def fields_of(cls: type[Options]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields that are options, by name: for checks and for help."""
+    return {f.name: f for f in dataclasses.fields(cls) if "check" in f.metadata}

@@ -504,8 +504,9 @@ def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatc
     ("options", "message"),
     [
         ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\)"),
-        ({"num_train_steps": float("inf")}, "num_train_steps must be below"),
-        ({"log_interval": 1.5}, "log_interval must be a whole number"),
+        ({"num_train_steps": float("inf")}, "num_train_steps must be an integer, got inf"),
+        ({"num_train_steps": 2**63}, r"num_train_steps must be below 2\*\*63"),
+        ({"log_interval": 1.5}, "log_interval must be an integer, got 1.5"),
         ({"loggers": "cvs"}, "unknown logger 'cvs'"),
         ({"loggers": "csv"}, "give a directory"),
         ({"callbacks": [3]}, "a callback is a function of an Event, got 3"),

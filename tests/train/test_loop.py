@@ -19,7 +19,7 @@ from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
 from jaxroll.train import History, JsonlLogger, loop, programs, signals, states
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
-from jaxroll.train.options import check_same_run
+from jaxroll.train.preflight import check_same_run
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
@@ -284,8 +284,8 @@ BAD = {
     "num_train_steps must be at least 1": {"num_train_steps": 0},
     "resume=True needs the checkpoint_dir": {"resume": True},
     "give either resume=True or state": {"resume": True, "state": (), "checkpoint_dir": "x"},
-    'nonfinite must be "stop" or "skip"': {"nonfinite": "ignore"},
-    'reduction must be "fast" or "exact"': {"reduction": "sloppy"},
+    "nonfinite must be one of 'stop', 'skip'": {"nonfinite": "ignore"},
+    "reduction must be one of 'fast', 'exact'": {"reduction": "sloppy"},
     "log_interval must be at least 1": {"log_interval": 0},
     "eval_interval must be at least 1": {"eval_interval": -5},
     "checkpoint_interval must be at least 1": {"checkpoint_interval": 0},

@@ -1,0 +1,236 @@
+"""Checks of a run before anything is compiled or written."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxroll.checks import check_choice, check_flag, check_path
+from jaxroll.envs import as_env
+from jaxroll.spaces import shows_alike
+from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
+from jaxroll.train.logging import make_loggers
+from jaxroll.train.options import Options, fields_of
+from jaxroll.train.step_files import as_json
+
+_RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
+
+
+def check_options(agent: Any, options: Mapping[str, Any]) -> Options:
+    """The checked options; raise `ValueError` or `TypeError` for one that makes no sense.
+
+    Args:
+      agent: what is to be trained.
+      options: the arguments of `train` by name.
+    """
+    checked = Options(**{name: options[name] for name in fields_of(Options)})
+    check_budget(agent, checked.num_train_steps)
+    if options["checkpoint_dir"] is not None:
+        check_path("checkpoint_dir", options["checkpoint_dir"])
+    check_flag("resume", options["resume"])
+    check_choice("on_signal", options["on_signal"], ("exit", "return"))
+    mesh, state, config = (options[name] for name in ("mesh", "state", "config"))
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(
+            f"mesh must be a mesh, got {mesh!r}. Use mesh=jaxroll.parallel.make_mesh(8)."
+        )
+    if options["resume"] and options["checkpoint_dir"] is None:
+        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
+    if options["resume"] and state is not None:
+        raise ValueError("give either resume=True or state, not both.")
+    if state is not None and options["init_model_path"] is not None:
+        raise ValueError(
+            "give either state, which holds a policy, or init_model_path, not both. To put another "
+            "policy into a state: state.replace(learner=state.learner.replace(params=…))."
+        )
+    if state is not None and not (hasattr(state, "learner") and hasattr(state, "actors")):
+        raise TypeError(
+            f"state must be a TrainState, as agent.init, train and load give it; got a "
+            f"{type(state).__name__}. For params alone use init_model_path."
+        )
+    if state is not None:
+        check_state(agent, state)
+    if not callable(options["on_begin"]):
+        raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
+    if config is not None:  # not hours later, by the first save
+        as_json("config", config)
+    as_eval_env(agent, options["eval_env"], "eval_env")
+    return checked
+
+
+def check_state(agent: Any, state: Any) -> None:
+    """Raise if a state is not of an agent of these sizes, with the leaves that differ."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if agent.is_host:
+        like, found = jax.eval_shape(agent.init_learner, key), state.learner
+        sizes = agent.num_actors, agent.envs_per_actor
+        if state.actors.is_first.shape != sizes:
+            raise ValueError(
+                f"state must be of num_actors, num_envs / num_actors = {sizes}; it has "
+                f"{state.actors.is_first.shape}."
+            )
+    else:
+        like, found = jax.eval_shape(agent.init, key), state
+    wanted, got = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (like, found))
+    )
+    different = [
+        f"{name} is {_shape(got.get(name))}, the agent's {_shape(wanted.get(name))}"
+        for name in wanted | got
+        if _shape(got.get(name)) != _shape(wanted.get(name))
+    ]
+    if different:
+        raise ValueError(
+            f"state must be of an agent of the same sizes, but {len(different)} leaves differ: "
+            f"{'; '.join(different[:3])}. Create the agent with "
+            "the sizes that the state was made with."
+        )
+
+
+def _shape(leaf: Any) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def check_budget(agent: Any, num_train_steps: int) -> None:
+    """Raise `ValueError` if a run would end before its first update."""
+    if num_train_steps <= agent.prefilled_steps:
+        raise ValueError(
+            f"num_train_steps must be more than the {agent.prefilled_steps} steps with which the "
+            f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
+            "use a smaller num_storages."
+        )
+
+
+def as_eval_env(agent: Any, env: Any, argument: str) -> Any:
+    """An environment, or the one of this name; raise if the agent's policy cannot act in it.
+
+    Args:
+      agent: whose spaces it must have.
+      env: whatever `jaxroll.envs.as_env` takes; None: the agent's own.
+      argument: how to call it in an error.
+    """
+    if env is None:
+        return None
+    env = as_env(env, argument)
+    wanted, got = agent.env.observation_space, env.observation_space
+    if not shows_alike(wanted, got):
+        raise ValueError(
+            f"{argument} must have the agent's observation_space, {wanted}; got {got}."
+        )
+    wanted, got = agent.env.action_space, env.action_space
+    if wanted != got:
+        raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
+    return env
+
+
+def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
+    """The callbacks, of an iterable that may be used up by looking at it once."""
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of functions, got {callbacks!r}.")
+    functions = tuple(callbacks)
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"a callback is a function of an Event, got {function!r}.")
+    return functions
+
+
+def check_loggers(loggers: Sequence[Any], directory: Any) -> None:
+    """Raise now for a logger whose package is missing, or that needs a directory."""
+    if directory is None:
+        make_loggers(loggers)
+        return
+    # The run's own files open only where it goes on, which is known after compiling. A user's
+    # functions are not tried: they may have a close.
+    tried = [x for x in loggers if isinstance(x, str)]
+    with tempfile.TemporaryDirectory() as scratch:
+        make_loggers(tried, scratch).close()
+
+
+def check_resumable(directory: Path) -> None:
+    """Raise if a directory holds things but no run; a new one may be gone on with from step 0.
+
+    So a script that always says resume=True does the right thing from its first start on, and a
+    run that was killed before its first checkpoint starts over; but a wrong path is not taken.
+    """
+    if not directory.is_dir() or any((directory / name).exists() for name in _RUN_FILES):
+        return
+    found = sorted(path.name for path in directory.iterdir())
+    if found:
+        shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+        raise NoCheckpointError(
+            f"{directory} holds no checkpoint to resume from, but {shown}. Give the directory of "
+            "a run."
+        )
+
+
+def check_new(directory: Path) -> None:
+    """Raise `FileExistsError` if a directory holds what a new run would write over."""
+    steps = Checkpointer(directory / "checkpoints").steps()
+    metrics = directory / "metrics.jsonl"
+    found = ""
+    if steps:
+        found = f"at step {steps[-1]}"
+    elif has_steps(directory / "checkpoints"):
+        found = "whose checkpoints are all damaged"
+    elif metrics.exists() and metrics.stat().st_size:
+        found = "that was stopped before its first checkpoint, with its metrics"
+    if found:
+        way = "go on with it" if steps else "start it over"
+        if found.endswith("damaged"):
+            way = "see what is damaged"
+        raise FileExistsError(
+            f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
+            "checkpoint_dir."
+        )
+
+
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare what a checkpoint says of its run with what goes on: its seed must be the same.
+
+    Keys and environments are those of the checkpoint, so another seed would be without effect;
+    another hyperparameter has one, and is warned of.
+    """
+    if before.get("seed", now["seed"]) != now["seed"]:
+        raise ValueError(
+            f"the run has seed {before['seed']}, and goes on with it; got seed {now['seed']}. Use "
+            f"seed={before['seed']}, or another directory for a run of another seed."
+        )
+    for name in ("agent", "env"):
+        if name in before and before[name] != now[name]:
+            raise ValueError(
+                f"the run has {name} {before[name]}, and goes on with it; got {now[name]}. Use "
+                "another directory for another run."
+            )
+    changed = []
+    for table, prefix in (("hyperparameters", ""), ("env_options", "env_options.")):
+        old, new = before.get(table, {}), now.get(table, {})
+        changed += [
+            f"{prefix}{name} = {_shown(new.get(name))}, before {_shown(old.get(name))}"
+            for name in sorted(old.keys() | new.keys())
+            if (name in old or prefix) and old.get(name) != new.get(name)
+        ]
+    if changed:
+        warnings.warn(
+            f"the run goes on with {'; '.join(changed)}. It is no longer the run that its config "
+            "describes from the start.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def has_steps(directory: Path) -> bool:
+    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
+    # A kill before the first leaves other names.
+    named = directory.glob("*") if directory.is_dir() else ()
+    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
