@@ -175,7 +175,7 @@ class FinalRows(Node):
     obs: PyTree  # [S, B, ...]
     carry: PyTree  # [S, B, ...] the recurrent state with which to value obs
     step: Array  # [S, B] int32 the step that was truncated
-    overflow: Array  # [] int32 truncated steps that found no row left
+    overflow: Array  # [] int32 truncated steps without a row that bootstrap from V(obs)
 
 
 class EpisodeSums(Node):

@@ -371,7 +371,7 @@ def collect():
             "actor": ("state", actor),
             "num_steps": ("count", T),
             "sequence_length": ("count?", None),
-            "max_truncations": ("count", 1),
+            "max_truncations": ("count?", None),
             "bootstrap": ("flag", True),
             "deterministic": ("flag", False),
         },

@@ -124,8 +124,11 @@ class DistributedAgent(Node):
     )
     normalize_observations: bool = static(False, "by their running mean and deviation")
     normalize_rewards: bool = static(False, "by the deviation of their discounted sums")
-    max_truncations: int = static(
-        2, "truncated steps per environment and rollout that keep their final observation", ">= 0"
+    max_truncations: int | None = static(
+        None,
+        "truncated steps per environment and rollout that bootstrap from V(final observation); "
+        "none: all",
+        ">= 0",
     )
 
     # Making one.

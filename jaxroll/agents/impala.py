@@ -26,6 +26,7 @@ from jaxroll import estimators, losses
 from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.envs import time_limit
 from jaxroll.learners import Reduction, gradient, map_actors
 from jaxroll.metrics import Last, Mean, Sum
 from jaxroll.minibatches import divisors
@@ -59,9 +60,6 @@ class IMPALA(DistributedAgent):
         32, "ring slots in total; more than num_envs: actors run ahead", ">= 1"
     )
     batch_size: int = static(8, "unrolls of one update", ">= 1")
-    max_truncations: int = static(
-        1, "truncated steps per unroll whose final observation the learner values", ">= 0"
-    )
     learning_rate: Array = leaf(2e-3, "step size of the optimiser", "> 0")
     max_grad_norm: Array = leaf(
         40.0, "the gradient's norm is clipped to this; none: not at all", "> 0", none=float("inf")
@@ -114,8 +112,12 @@ class IMPALA(DistributedAgent):
 
     @property
     def collect_options(self) -> dict[str, Any]:
-        """The learner values final observations itself."""
-        return {"max_truncations": self.max_truncations, "bootstrap": False}
+        """The learner values final observations itself: as many as a time limit allows.
+
+        Where no limit is known it values the first of an unroll, the actor the others.
+        """
+        unknown = self.max_truncations is None and time_limit(self.env) is None
+        return {"max_truncations": self.max_truncations, "bootstrap": unknown}
 
     # The ring.
 
@@ -135,7 +137,7 @@ class IMPALA(DistributedAgent):
                 num_storages=self.num_storages // self.num_actors,
                 batch_size=self.batch_size // self.num_actors,
                 initial_carry=carry,
-                max_truncations=self.max_truncations,
+                max_truncations=rollouts.final.step.shape[1],
             )
 
         slots = jax.vmap(lambda a: storage(a).slots)(jnp.arange(self.num_actors))
@@ -251,7 +253,7 @@ class IMPALA(DistributedAgent):
         """(outputs [T, b], V(last observation) [b], V(final observation) [T, b]).
 
         Final observations are valued with the carry that the learner has at their step; where one
-        found no row in the slot, the actor's own value stands in.
+        is not in the slot, the actor's `bootstrap_value` is taken.
         """
         step, policy = batch.transition, self.policy
         obs, is_first = step.obs, step.is_first

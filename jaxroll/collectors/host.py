@@ -57,7 +57,8 @@ class HostCollector:
       sequence_length: L, for learners that train on sequences: the carry before steps
         0, L, 2L, … is kept; None: the rollout's length.
       max_truncations: S, how many final observations of truncated steps `Rollout.final` holds
-        for each environment. All of them are bootstrapped, whatever S is.
+        for each environment; None: 1 (without `bootstrap`, T). All truncated steps bootstrap from
+        V(final observation), whatever S is.
       bootstrap: whether to value the final observations. If False the learner does so itself
         (from `Rollout.final`) and `bootstrap_value` is V(obs) at truncated steps.
       deterministic: take the mode of the distribution instead of a sample.
@@ -82,7 +83,7 @@ class HostCollector:
         policy: Any,
         *,
         sequence_length: int | None = None,
-        max_truncations: int = 2,
+        max_truncations: int | None = None,
         bootstrap: bool = True,
         deterministic: bool = False,
     ):
@@ -91,7 +92,7 @@ class HostCollector:
                 f"HostCollector needs open environments, a HostEnv, got {type(envs).__name__}. "
                 "Open them: spec.make(num_envs); for a JAX environment use collect."
             )
-        if max_truncations < 0:
+        if max_truncations is not None and max_truncations < 0:
             raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
         self.envs, self.policy = envs, policy
         self._sequence_length, self._max_truncations = sequence_length, max_truncations
@@ -194,23 +195,26 @@ class HostCollector:
 
     def _final(self, cuts: list[_Cut], obs: PyTree, carry: PyTree, num_steps: int) -> FinalRows:
         """`FinalRows` in numpy, from the steps that were cut."""
-        shape = (self._max_truncations, self.envs.num_envs)
+        rows = self._max_truncations
+        if rows is None:
+            rows = 1 if self._bootstrap else num_steps
+        shape = (rows, self.envs.num_envs)
 
         def empty(x: Array) -> np.ndarray:
-            return np.zeros((self._max_truncations, *x.shape), x.dtype)
+            return np.zeros((rows, *x.shape), x.dtype)
 
         obs, carries = jax.tree.map(empty, (obs, carry))
         step, written = np.full(shape, num_steps, np.int32), np.zeros(shape[1], np.int64)
         for cut in cuts:
-            kept = written[cut.envs] < self._max_truncations
+            kept = written[cut.envs] < rows
             envs = cut.envs[kept]
             index = written[envs], envs
             for tree, source in ((obs, cut.obs), (carries, cut.carry)):
                 jax.tree.map(lambda x, y, i=index, k=kept: x.__setitem__(i, y[k]), tree, source)
             step[index] = cut.step
             written[cut.envs] += 1
-        overflow = np.maximum(written - self._max_truncations, 0).sum().astype(np.int32)
-        return FinalRows(obs=obs, carry=carries, step=step, overflow=overflow)
+        lost = np.maximum(written - rows, 0).sum() * (not self._bootstrap)
+        return FinalRows(obs=obs, carry=carries, step=step, overflow=np.int32(lost))
 
     def _check_actor(self, actor: ActorState) -> None:
         if int(actor.env) != self._steps_taken:

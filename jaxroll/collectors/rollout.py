@@ -7,7 +7,8 @@ from the actor's own data, and the tree and dtypes of an `ActorState` never chan
 A truncated step bootstraps from V(final observation), under the carry that the policy had there.
 Keeping every final observation would double the memory, valuing every one would double the
 forward pass; so the scan writes only those of truncated steps into S rows for each environment,
-and V is asked once, after the scan. A step that finds no row left takes V(obs) and is counted.
+and V is computed once, after the scan. A time limit L allows at most S = ⌈T / L⌉ of them. Where
+no limit is known, V is computed within each step.
 
 What no later step needs is left to after the scan, for many rows at once: log-probabilities, and
 the values of a feed-forward policy whose critic is a network of its own. What an environment takes
@@ -18,6 +19,7 @@ Keys: rollout u of an actor draws from `fold_in(actor.key, u)`, all its keys at 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ from jaxroll.collectors.batched import (
 )
 from jaxroll.collectors.episodes import count_episodes
 from jaxroll.distributions import Distribution
-from jaxroll.envs.base import draw as draw_ahead
+from jaxroll.envs.base import draw as draw_ahead, time_limit
 from jaxroll.envs.make import as_device_env
 from jaxroll.minibatches import divisors
 from jaxroll.types import (
@@ -45,13 +47,14 @@ from jaxroll.types import (
     Rollout,
     Transition,
 )
+from jaxroll.varying import vary_as
 
 # Folded into an actor's key for the resets; no rollout has this number.
 RESET_FOLD = 2**31 - 1
 # What environments draw ahead, such as the starts of episodes, takes so many bytes at most.
 _DRAWN_BYTES = 2**23
-# A final observation of up to so many bytes is chosen by `where`; a larger one is scattered.
-_SMALL_ROW = 256
+# Final observations of up to so many bytes in all rows are chosen by `where`; more are scattered.
+_SMALL_ROWS = 512
 
 
 def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorState:
@@ -79,7 +82,7 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
         raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
     keys = jax.random.split(jax.random.fold_in(key, RESET_FOLD), num_envs)
     env_state, obs = strong_types(jax.vmap(env.reset)(keys))
-    return ActorState(
+    actor = ActorState(
         env=env_state,
         obs=obs,
         carry=strong_types(policy.initial_carry(num_envs)),
@@ -91,6 +94,16 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
             episode_length=jnp.zeros(num_envs, jnp.int32),
         ),
     )
+    return vary_as(actor, like=key)
+
+
+class _Final(Node):
+    """The rows of truncated steps, as the scan writes them."""
+
+    obs: PyTree  # [S, B, ...]
+    carry: PyTree  # [S, B, ...]
+    step: Array  # [S, B]; T where none was written
+    count: Array  # [B] rows written, or that would have been
 
 
 class _Running(Node):
@@ -100,9 +113,7 @@ class _Running(Node):
     obs: PyTree
     carry: PyTree
     is_first: Array
-    final_obs: PyTree  # [S, B, ...]
-    final_carry: PyTree  # [S, B, ...]
-    num_cut: Array  # [B] rows written, or that would have been
+    final: _Final
 
 
 def collect(
@@ -113,7 +124,7 @@ def collect(
     num_steps: int,
     *,
     sequence_length: int | None = None,
-    max_truncations: int = 2,
+    max_truncations: int | None = None,
     bootstrap: bool = True,
     deterministic: bool = False,
 ) -> tuple[ActorState, Rollout]:
@@ -128,8 +139,12 @@ def collect(
       num_steps: T.
       sequence_length: L, for learners that train on sequences: the carry before steps
         0, L, 2L, … is kept. It must divide T; None: T.
-      max_truncations: S, how many truncated steps of one environment find room for their final
-        observation.
+      max_truncations: S, how many truncated steps of one environment keep their final
+        observation; further ones bootstrap from V(obs) and are counted in `final.overflow`.
+        None: every truncated step bootstraps from its final observation. S is then what
+        `jaxroll.envs.time_limit` allows, 0 for an environment that never truncates. Where no
+        limit is known, V(final observation) is computed within each step and S is 1 (without
+        `bootstrap`, S is T).
       bootstrap: whether to value the final observations. If False the learner does so itself
         (from `Rollout.final`) and `bootstrap_value` is V(obs) at truncated steps.
       deterministic: take the mode of the distribution instead of a sample.
@@ -152,6 +167,7 @@ def collect(
     """
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).collect(...)")
     length = _checked_length(num_steps, sequence_length, max_truncations)
+    rows, value_each_step = _truncation_rows(env, num_steps, max_truncations, bootstrap)
     num_envs = actor.is_first.shape[0]
     rollout_key = jax.random.fold_in(actor.key, actor.num_rollouts)
     env_key, policy_key = jax.random.split(rollout_key)
@@ -162,7 +178,7 @@ def collect(
     together = steps_together(policy, actor, num_steps)
 
     def step(state: _Running, inputs: tuple) -> tuple[_Running, tuple[Transition, Any]]:
-        env_draw, draw = inputs
+        t, env_draw, draw = inputs
         carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
         action = take_action(output.distribution, draw, deterministic)
         env_state, timestep = jax.vmap(env.step)(draw_now(env_draw), state.env, action)
@@ -178,20 +194,26 @@ def collect(
             value=None if together else output.value,
             extras=act_extras(params, output, action) if act_extras else output.extras,
         )
+        if value_each_step:
+            values = policy.value(params, carry, timestep.final_obs, jnp.zeros_like(cut))
+            values = jax.tree.map(lambda v: jnp.where(cut, v, 0), values)
+            transition = transition.replace(bootstrap_value=values)
         distribution = output.distribution
         if not isinstance(distribution, Distribution):  # it may not know a time axis
             transition = transition.replace(log_prob=distribution.log_prob(action))
             distribution = None
-        # Row S does not exist: what is not cut goes there and is dropped, as is the overflow.
-        row = jnp.where(cut, state.num_cut, max_truncations)
+        final = state.final
+        if rows:  # row S does not exist: what is not cut goes there and is dropped
+            row = jnp.where(cut, final.count, rows)
+            new = (timestep.final_obs, carry, jnp.broadcast_to(t, cut.shape))
+            written = _write((final.obs, final.carry, final.step), row, new)
+            final = _Final(*written, count=final.count + cut)
         state = _Running(
             env=keep_types(env_state, state.env, "the environment's state"),
             obs=keep_types(timestep.obs, state.obs, "the observation"),
             carry=keep_types(carry, state.carry, "the policy's carry"),
             is_first=terminated | truncated,
-            final_obs=_write(state.final_obs, row, timestep.final_obs),
-            final_carry=_write(state.final_carry, row, carry),
-            num_cut=state.num_cut + cut,
+            final=final,
         )
         return state, (transition, distribution)
 
@@ -200,12 +222,12 @@ def collect(
         obs=actor.obs,
         carry=actor.carry,
         is_first=actor.is_first,
-        final_obs=_empty(actor.obs, max_truncations),
-        final_carry=_empty(actor.carry, max_truncations),
-        num_cut=jnp.zeros_like(actor.statistics.episode_length),
+        final=_no_rows(actor, rows, num_steps),
     )
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
+    state = vary_as(state, like=(params, actor))
     state, (transition, distribution), initial_carry = _scan(
-        step, state, (env_draws, draws), length
+        step, state, (steps, env_draws, draws), length
     )
     if distribution is not None:
         transition = transition.replace(log_prob=distribution.log_prob(transition.action))
@@ -218,11 +240,13 @@ def collect(
         transition = transition.replace(value=value)
     ends = transition.terminated | transition.truncated
     statistics, episodes = count_episodes(actor.statistics, transition.reward, ends)
+    num_cut = jnp.sum(transition.truncated & ~transition.terminated, 0, dtype=jnp.int32)
+    num_lost = jnp.zeros_like(num_cut) if value_each_step else jnp.maximum(num_cut - rows, 0)
     final = FinalRows(
-        obs=state.final_obs,
-        carry=state.final_carry,
-        step=_cut_steps(transition, max_truncations),
-        overflow=jnp.sum(jnp.maximum(state.num_cut - max_truncations, 0)),
+        obs=state.final.obs,
+        carry=state.final.carry,
+        step=state.final.step,
+        overflow=jnp.sum(num_lost, dtype=jnp.int32),
     )
     actor = actor.replace(
         env=state.env,
@@ -232,10 +256,14 @@ def collect(
         num_rollouts=actor.num_rollouts + 1,
         statistics=statistics,
     )
-    evaluated = final if bootstrap else jax.tree.map(lambda x: x[:0], final.replace(overflow=()))
-    last_value, bootstrap_value = _final_values(policy, params, actor, transition, evaluated)
+    valued = final
+    if value_each_step or not bootstrap:
+        valued = jax.tree.map(lambda x: x[:0], final.replace(overflow=()))
+    last_value, bootstrap_value = _final_values(policy, params, actor, transition, valued)
+    if not value_each_step:
+        transition = transition.replace(bootstrap_value=bootstrap_value)
     rollout = Rollout(
-        transition=transition.replace(bootstrap_value=bootstrap_value),
+        transition=transition,
         last_obs=actor.obs,
         last_is_first=actor.is_first,
         last_carry=actor.carry,
@@ -247,10 +275,24 @@ def collect(
     return actor, rollout
 
 
-def _checked_length(num_steps: int, sequence_length: int | None, max_truncations: int) -> int:
+def _truncation_rows(
+    env: Any, num_steps: int, max_truncations: int | None, bootstrap: bool
+) -> tuple[int, bool]:
+    """(S, whether V(final observation) is computed within each step)."""
+    if max_truncations is not None:
+        return max_truncations, False
+    limit = time_limit(env)
+    if limit is None:
+        return (1, True) if bootstrap else (num_steps, False)
+    return 0 if math.isinf(limit) else -(-num_steps // int(limit)), False
+
+
+def _checked_length(
+    num_steps: int, sequence_length: int | None, max_truncations: int | None
+) -> int:
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    if max_truncations < 0:
+    if max_truncations is not None and max_truncations < 0:
         raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
     length = num_steps if sequence_length is None else sequence_length
     if length < 1 or num_steps % length:
@@ -292,35 +334,26 @@ def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Runn
     return after, jax.tree.map(_merge, output), carries
 
 
-def _empty(tree: PyTree, rows: int) -> PyTree:
-    # zeros_like of data, not zeros: under shard_map a carry must vary as its data do.
-    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x)[None], (rows, *x.shape)), tree)
+def _no_rows(actor: ActorState, rows: int, num_steps: int) -> _Final:
+    def empty(x: Array) -> Array:
+        return jnp.broadcast_to(jnp.zeros_like(x)[None], (rows, *x.shape))
+
+    count = jnp.zeros_like(actor.statistics.episode_length)
+    obs, carry = jax.tree.map(empty, (actor.obs, actor.carry))
+    return _Final(obs, carry, step=empty(count) + num_steps, count=count)
 
 
 def _write(buffers: PyTree, row: Array, values: PyTree) -> PyTree:
     """Put values[b] at [row[b], b], in place; a row that does not exist is dropped."""
 
     def write(buffer: Array, x: Array) -> Array:
-        if buffer.shape[0] == 0:
-            return buffer
-        if x[0].size * x.dtype.itemsize <= _SMALL_ROW:
+        if buffer.size // row.size * x.dtype.itemsize <= _SMALL_ROWS:
             chosen = jnp.arange(buffer.shape[0])[:, None] == row[None]
             return jnp.where(chosen.reshape(*chosen.shape, *[1] * (x.ndim - 1)), x[None], buffer)
         index = (row, jnp.arange(row.shape[0]))
         return buffer.at[index].set(x, mode="drop", unique_indices=True)
 
     return jax.tree.map(write, buffers, values)
-
-
-def _cut_steps(transition: Transition, rows: int) -> Array:
-    """[S, B] when the first S truncations of each environment were; T where there was none."""
-    cut = transition.truncated & ~transition.terminated
-    t = jnp.broadcast_to(jnp.arange(cut.shape[0], dtype=jnp.int32)[:, None], cut.shape)
-    steps, last = [], jnp.full_like(t[0], -1)
-    for _ in range(rows):
-        last = jnp.min(jnp.where(cut & (t > last[None]), t, cut.shape[0]), axis=0)
-        steps.append(last)
-    return jnp.stack(steps) if rows else jnp.zeros((0, cut.shape[1]), jnp.int32)
 
 
 def _final_values(

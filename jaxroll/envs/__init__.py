@@ -1,6 +1,6 @@
 """Environments: JAX's own and those of the host, by name or by hand, in one contract."""
 
-from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, autoreset
+from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, autoreset, time_limit
 from jaxroll.envs.gymnasium import from_gymnasium
 from jaxroll.envs.gymnax import from_gymnax
 from jaxroll.envs.make import Source, as_env, list_envs, make_env, register_source
@@ -38,4 +38,5 @@ __all__ = [
     "list_envs",
     "make_env",
     "register_source",
+    "time_limit",
 ]

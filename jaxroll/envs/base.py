@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -31,7 +32,7 @@ class Env(Protocol):
 
     It may have a third method, `draw(key)`: what a step needs that depends on its key only, such as
     the start of the next episode. `step` takes the result in the key's place, so that a collector
-    draws for many steps at once; see `Draws`.
+    draws for many steps at once; see `Draws`. It may state its `time_limit`; see there.
 
     Example, a coin to be guessed, whose episodes are one step long:
       >>> from jaxroll import spaces
@@ -99,6 +100,21 @@ def draw(env: Any, key: jax.Array) -> PyTree:
 MEMBERS = ("observation_space", "action_space", "reset", "step")
 
 
+def time_limit(env: Any) -> float | None:
+    """The fewest steps of a truncated episode; infinity: none is truncated; None: not known.
+
+    An environment states it by an attribute `time_limit`. One whose `step`, wrapped by `autoreset`,
+    returns four values never truncates. `collect` reads it to size its rows for final observations;
+    an environment that truncates earlier than it states loses bootstraps, which are counted.
+
+    Example:
+      >>> from jaxroll.envs import make_env
+      >>> time_limit(make_env("CartPole-v1"))
+      500
+    """
+    return getattr(env, "time_limit", None)
+
+
 def autoreset(env: Any) -> Env:
     """An `Env` from an environment that stops at the end of an episode.
 
@@ -161,6 +177,21 @@ class AutoReset:
     def action_space(self) -> Space:
         """The environment's own."""
         return self.env.action_space
+
+    @property
+    def time_limit(self) -> float | None:
+        """The environment's own; infinity if its `step` returns four values."""
+        known = time_limit(self.env)
+        if known is not None:
+            return known
+        sizes = []
+
+        def step(key: jax.Array) -> None:
+            out = self.env.step(key, self.env.reset(key)[0], zeros(self.action_space))
+            sizes.append(len(out) if isinstance(out, tuple) else None)
+
+        jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
+        return math.inf if sizes == [4] else None
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs), in the dtypes that a step gives if these are wider."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from typing import Any
 
 import jax
@@ -97,6 +98,17 @@ class GymnaxEnv:
     def action_space(self) -> spaces.Space:
         """gymnax's."""
         return _spaces(self)[1]
+
+    @property
+    def time_limit(self) -> int | None:
+        """Steps after which an episode is truncated; None: the environment decides by itself."""
+        from gymnax.environments.environment import Environment
+
+        env, params = _build(self)
+        rule = getattr(type(env), "is_truncated", None)
+        if rule is not Environment.is_truncated or _has_own_step(env):
+            return None
+        return max(1, math.ceil(params.max_steps_in_episode))
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs)."""

@@ -8,6 +8,7 @@ sees the first observation of the next episode as `step.obs` and the successor a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
-from jaxroll.envs.base import Draws, HostEnvSpec, draw, select
+from jaxroll.envs.base import Draws, HostEnvSpec, draw, select, time_limit
 from jaxroll.types import Node, PyTree, TimeStep
 
 MASK = "action_mask"
@@ -59,6 +60,12 @@ class Wrapper:
         """The environment's own."""
         return self.env.action_space
 
+    @property
+    def time_limit(self) -> float | None:
+        """The environment's own; None (not known) if `step` changes when episodes are truncated."""
+        inner = time_limit(self.env)
+        return inner if inner is None or _passes_truncated_on(self) else None
+
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs)."""
         return self.env.reset(key)
@@ -66,6 +73,39 @@ class Wrapper:
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step: (state, time step)."""
         return self.env.step(key, state, action)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched:
+    """An environment that notes the `truncated` of each step it takes."""
+
+    env: Any
+    truncated: list = dataclasses.field(default_factory=list, compare=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def step(self, key: Any, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
+        state, step = self.env.step(key, state, action)
+        self.truncated.append(step.truncated)
+        return state, step
+
+
+@functools.lru_cache(maxsize=256)
+def _passes_truncated_on(wrapper: Wrapper) -> bool:
+    """Whether a step of the wrapper is one of its environment, with the same `truncated`."""
+    if type(wrapper).step is Wrapper.step:
+        return True
+    watched = _Watched(wrapper.env)
+    probe, same = dataclasses.replace(wrapper, env=watched), []
+
+    def step(key: jax.Array) -> None:
+        action = jax.tree.map(jnp.asarray, spaces.zeros(wrapper.action_space))
+        truncated = probe.step(key, probe.reset(key)[0], action)[1].truncated
+        same.append(len(watched.truncated) == 1 and truncated is watched.truncated[0])
+
+    jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
+    return same == [True]
 
 
 class _SameKey(Wrapper):
@@ -102,6 +142,12 @@ class TimeLimit(Wrapper):
         super().__post_init__()
         if self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}.")
+
+    @property
+    def time_limit(self) -> int | None:
+        """The lower of `max_steps` and the environment's own limit, if that is known."""
+        inner = time_limit(self.env)
+        return None if inner is None else int(min(inner, self.max_steps))
 
     def reset(self, key: jax.Array) -> tuple[WrapperState, PyTree]:
         """Start an episode with the clock at 0."""

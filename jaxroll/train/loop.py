@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -231,7 +232,7 @@ def train(
             )
 
         total = run.iterations(num_train_steps)
-        pace = 1
+        pace, warned = 1, False
         saved, saved_time = iteration if resume else -1, began
         if iteration < total:
             carry = program.advance(carry, 0)  # compiles, so that no row's fps counts it
@@ -260,6 +261,7 @@ def train(
             _check_finite(carry, numbers, step, nonfinite, checkpointer)
             if run.is_log(iteration) or at_end:
                 row = _row(numbers, step, elapsed + now - began)
+                warned = warned or _warn_lost_bootstraps(row)
                 row["fps"] = (step - last_row_step) / max(now - last_row_time, 1e-9)
                 if cut_episodes:
                     row["cut_episodes"] = cut_episodes
@@ -404,6 +406,19 @@ def _check_finite(
             f"{shown}. It was not applied; {kept}. Lower the learning rate, look for NaN in "
             'observations and rewards, or use nonfinite="skip".'
         )
+
+
+def _warn_lost_bootstraps(row: dict[str, Any]) -> bool:
+    lost = int(np.sum(row.get("final_overflow", 0)))
+    if lost:
+        warnings.warn(
+            f"{lost} truncated steps by step {row['step']} bootstrapped from V(obs) instead of "
+            "V(final observation): more than max_truncations, or than the environment's time_limit "
+            "allows. Leave out max_truncations, or correct time_limit. Further ones are counted as "
+            "final_overflow.",
+            stacklevel=3,
+        )
+    return lost > 0
 
 
 def _row(read: dict[str, Any], step: int, seconds: float) -> dict[str, Any]:

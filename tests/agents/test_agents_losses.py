@@ -1,5 +1,6 @@
 """One update of each agent equals an independent computation on the same rollout."""
 
+import dataclasses
 import itertools
 
 import chex
@@ -470,3 +471,45 @@ def test_a_storage_of_another_length_than_the_rollout_is_refused():
         agent = small("ppo", num_steps=8, storage=factory)
         with pytest.raises(ValueError, match=rf"num_steps = 8, got {num_steps}.*num_steps=8"):
             jax.eval_shape(agent.train_step, jax.eval_shape(agent.init, jax.random.key(0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Short:
+    """Truncates every fourth step by itself: its time limit is not known."""
+
+    observation_space = spaces.Box.create(0, 4, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.zeros(2)
+
+    def step(self, key, state, action):
+        obs = jnp.stack([state + 1.0, action])
+        return state + 1, obs, jnp.float32(1), jnp.bool_(False), state >= 3
+
+
+SHORT = autoreset(Short())
+
+
+@pytest.mark.parametrize("name", plain(["ppo", "a2c", "daac", "impala"], ["ppo", "impala"]))
+def test_no_truncated_step_of_short_episodes_loses_its_bootstrap(name):
+    agent = small(name, SHORT, num_steps=16)
+    state, rollouts = rollout_of(agent)
+    step = rollouts.transition
+    assert int((step.truncated & ~step.terminated).sum()) == 4 * agent.num_envs
+    assert not rollouts.final.overflow.any()
+    finals = jnp.stack([jnp.full(step.action.size, 4.0), step.action.ravel()], -1)
+    params = agent.acting_params(state.learner)
+    values = agent.policy.value(params, (), finals, step.is_first.ravel())
+    expected = np.where(step.truncated, values.reshape(step.action.shape), 0)
+    np.testing.assert_allclose(step.bootstrap_value, expected, rtol=1e-5)
+
+
+def test_lost_bootstraps_warn_once_and_are_counted():
+    agent = small("ppo", SHORT, num_steps=16, max_truncations=1, num_mini_batch=1)
+    with pytest.warns(UserWarning, match="bootstrapped from V.obs.") as caught:
+        _, history = agent.train(
+            3 * agent.steps_per_iteration, log_interval=agent.steps_per_iteration, progress="silent"
+        )
+    assert len([w for w in caught if "bootstrapped" in str(w.message)]) == 1
+    assert history["final_overflow"][-1] == 3 * agent.num_envs

@@ -105,7 +105,9 @@ def test_rows_equal_an_environment_stepped_by_hand(kind, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_max_truncations_hold_the_first_truncated_steps_and_count_the_rest(mode):
-    collector = HostCollector(scripted("sync", mode, 5), Recurrent(), max_truncations=2)
+    collector = HostCollector(
+        scripted("sync", mode, 5), Recurrent(), max_truncations=2, bootstrap=False
+    )
     actor = collector.init(jax.random.key(0))
     first = np.asarray(actor.obs[:, 0]).astype(int)
     _, rollout = collector.collect(PARAMS, actor, 30)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import chex
@@ -16,7 +17,7 @@ from jaxroll import spaces
 from jaxroll.collectors import collect, init_actor, rollout as rollout_module
 from jaxroll.collectors.episodes import count_episodes
 from jaxroll.distributions import Categorical
-from jaxroll.envs import autoreset, make_env
+from jaxroll.envs import TimeLimit, Wrapper, autoreset, make_env, time_limit
 from jaxroll.networks import make_policy
 from jaxroll.networks.actor_critic import ActorCriticPolicy
 from jaxroll.types import EpisodeStatistics, Node, PolicyOutput, TimeStep, Transition
@@ -162,13 +163,15 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.parametrize("max_truncations", [2, None])
 @pytest.mark.parametrize("env", SCRIPTS)
-def test_rows_equal_a_hand_stepped_loop_over_two_rollouts(env):
+def test_rows_equal_a_hand_stepped_loop_over_two_rollouts(env, max_truncations):
     policy = Counter()
     actor, params = start(env, policy)
     for _ in range(2):
         rows, finals, (state, obs, carry, is_first) = by_hand(env, policy, params, actor, 7)
-        actor, rollout = run(env, policy, params, actor, 7)
+        actor, rollout = run(env, policy, params, actor, 7, max_truncations=max_truncations)
+        rows_kept = rollout.final.step.shape[0]
         assert_close(rollout.transition.replace(bootstrap_value=None), rows, rtol=1e-6)
         assert_close((actor.env, actor.obs, actor.carry), (state, obs, carry), rtol=1e-6)
         assert_equal(rollout.last_is_first, is_first)
@@ -178,13 +181,13 @@ def test_rows_equal_a_hand_stepped_loop_over_two_rollouts(env):
         overflow = 0
         for t, b in np.argwhere(cut):
             final_obs, final_carry = finals[t]
-            if written[b] < 2:
-                expected = final_carry["count"][b] + 1 + final_obs[b, 1] / 100
+            expected = final_carry["count"][b] + 1 + final_obs[b, 1] / 100
+            if written[b] < rows_kept:
                 row = int(written[b])
                 assert_close(rollout.final.obs[row, b], final_obs[b], rtol=1e-6)
                 assert_close(rollout.final.carry["count"][row, b], final_carry["count"][b])
                 assert rollout.final.step[row, b] == t
-            else:
+            elif max_truncations is not None:
                 expected, overflow = rows.value[t, b], overflow + 1
             np.testing.assert_allclose(
                 rollout.transition.bootstrap_value[t, b], expected, rtol=1e-6
@@ -219,6 +222,100 @@ def test_max_truncations_can_be_fewer_more_or_none():
         filled = min(rows, 4)
         np.testing.assert_allclose(values[:filled], 2.01, rtol=1e-6)
         np.testing.assert_allclose(values[filled:], 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Short:
+    """Never ends by itself; the observation is the step, so V(final observation) is known."""
+
+    observation_space = spaces.Box.create(0, np.inf, (3,))
+    action_space = spaces.Discrete(3)
+
+    def reset(self, key):
+        return jnp.float32(0), jnp.zeros(3)
+
+    def step(self, key, state, action):
+        return state + 1, jnp.full(3, state + 1), jnp.float32(1), jnp.bool_(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(Short):
+    """As `Short`, but truncates after four steps by itself."""
+
+    def step(self, key, state, action):
+        return *super().step(key, state, action), state >= 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost(Wrapper):
+    def step(self, key, state, action):
+        state, step = self.env.step(key, state, action)
+        return state, step.replace(reward=step.reward - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CutMore(Wrapper):
+    def step(self, key, state, action):
+        state, step = self.env.step(key, state, action)
+        return state, step.replace(truncated=step.truncated | (step.reward > 100))
+
+
+LIMITED = TimeLimit(autoreset(Short()), 4)
+
+
+@pytest.mark.parametrize(
+    ("env", "limit", "rows"),
+    [
+        (LIMITED, 4, 4),
+        (Cost(LIMITED), 4, 4),
+        (CutMore(LIMITED), None, 1),
+        (autoreset(Cut()), None, 1),
+        (TimeLimit(autoreset(Cut()), 100), None, 1),
+    ],
+)
+def test_every_truncated_step_bootstraps_from_its_final_observation(env, limit, rows):
+    assert time_limit(env) == limit
+    policy = Counter()
+    actor, params = start(env, policy, num_envs=2)
+    actor, _ = run(env, policy, params, actor, 2)  # so that episodes do not start with the rollout
+    _, rollout = run(env, policy, params, actor, 16)
+    cut = np.asarray(rollout.transition.truncated)
+    assert cut.sum() == 8
+    values = np.asarray(rollout.transition.bootstrap_value)
+    np.testing.assert_allclose(values[cut], 5.04, rtol=1e-6)  # carry 5, observation 4
+    assert not values[~cut].any()
+    assert rollout.final.step.shape == (rows, 2)
+    assert rollout.final.step[:, 0].tolist() == [1, 5, 9, 13][:rows]
+    assert int(rollout.final.overflow) == 0
+
+
+def test_environments_that_never_truncate_keep_and_value_no_final_observation():
+    env, policy = autoreset(Short()), Counter()
+    assert time_limit(env) == math.inf
+    actor, params = start(env, policy)
+    _, rollout = jax.eval_shape(lambda: collect(env, policy, params, actor, 16))
+    assert rollout.final.step.shape == (0, 3)
+
+    def operations(max_truncations):
+        def program(params, actor):
+            options = {"max_truncations": max_truncations}
+            actor, rollout = collect(env, policy, params, actor, 16, **options)
+            return actor, rollout.replace(final=None)
+
+        return jax.jit(program).lower(params, actor).compile().as_text().count(" = ")
+
+    assert operations(None) == operations(0) < operations(1)
+
+
+def test_a_time_limit_that_is_not_true_is_counted():
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Cut):
+        time_limit = 8
+
+    env, policy = autoreset(Wrong()), Counter()
+    actor, params = start(env, policy)
+    _, rollout = run(env, policy, params, actor, 16)
+    assert int(rollout.final.overflow) == 3 * 2
 
 
 def test_without_bootstrap_the_final_rows_are_kept_but_not_valued():
@@ -281,7 +378,7 @@ def test_values_after_the_scan_equal_those_within_the_step(num_envs):
     assert bool(got[1].transition.truncated.any())
 
 
-@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROW"])
+@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROWS"])
 def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
     env = make_env("CartPole-v1", max_steps_in_episode=5)
     policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
@@ -435,6 +532,34 @@ def test_sharded_actors_equal_mapped_ones_bitwise(check_vma):
         every, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, check_vma=check_vma
     )
     assert_equal(jax.jit(sharded)(params, actors), jax.jit(every)(params, actors))
+
+
+@pytest.mark.parametrize("env", [LIMITED, autoreset(Cut())])
+def test_actors_made_and_scanned_inside_shard_map_equal_those_outside(env):
+    policy = Counter()
+    params = {"logits": jnp.arange(3.0)}
+    mesh = jax.make_mesh((2,), ("actors",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def every(params, keys):
+        def body(actor, _):
+            return collect(env, policy, params, actor, 6, sequence_length=3)
+
+        def one(key):
+            return jax.lax.scan(body, init_actor(env, policy, key, 2), length=2)
+
+        return jax.lax.map(one, keys)
+
+    expected = jax.jit(every)(params, keys)
+    for check_vma in (True, False):
+        sharded = jax.shard_map(
+            every,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("actors")),
+            out_specs=PartitionSpec("actors"),
+            check_vma=check_vma,
+        )
+        assert_equal(jax.jit(sharded)(params, keys), expected)
 
 
 def test_vmap_over_params_equals_solo_runs():
