@@ -27,10 +27,16 @@ Remainder = Literal["error", "drop", "pad"]
 
 
 class MinibatchPlan(Node):
-    """Rows of all minibatches of all epochs; `jax.lax.scan` over it gives one at a time."""
+    """Rows of all minibatches of all epochs; `jax.lax.scan` over it gives one at a time.
 
-    indices: Array  # [E·M, N] int32 into the steps or sequences
-    weights: Array  # [E·M, N] float32; 0 where a row only pads
+    Attributes:
+      indices: [E·M, N] int32 into the steps or sequences.
+      weights: [E·M, N] float32, 0 where a row only pads.
+      sequence_length: L for sequences, None for steps; static.
+    """
+
+    indices: Array
+    weights: Array
     sequence_length: int | None = struct.field(pytree_node=False, default=None)
 
     def __len__(self) -> int:

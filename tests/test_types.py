@@ -1,5 +1,8 @@
 """Pytrees that keep their dtypes, and numbers that are leaves."""
 
+import dataclasses
+import importlib
+import re
 from typing import Any
 
 import jax
@@ -77,3 +80,82 @@ def test_fields_that_are_none_cost_nothing_and_axes_may_stand_for_leaves():
     axes = jax.tree.map(lambda _: 0, batch)
     total = jax.vmap(lambda b: b.targets.returns + b.transition.reward, in_axes=(axes,))(batch)
     assert total.tolist() == [2, 2]
+
+
+def test_pytrees_print_shapes_dtypes_and_bytes():
+    data = jax.eval_shape(lambda: jnp.zeros((128, 64, 84, 84, 4), jnp.uint8))
+    rows = jnp.zeros((128, 64))
+    trajectory = Transition(obs={"image": data}, action=rows, reward=rows, terminated=rows > 0)
+    assert repr(trajectory).splitlines() == [
+        "Transition(231.3 MB",
+        "  obs.image: uint8[128, 64, 84, 84, 4]",
+        "  action: float32[128, 64]",
+        "  reward: float32[128, 64]",
+        "  terminated: bool[128, 64])",
+    ]
+    assert repr(Targets(rows, rows)) == (
+        "Targets(65.5 kB, advantages: float32[128, 64], returns: float32[128, 64])"
+    )
+    assert repr(Pair(jax.random.key(0))) == "Pair(8 B, number: key<fry>[], name='a')"
+    assert repr(Pair(jnp.int32(3), tree=True)) == "Pair(number: 3, tree: True, name='a')"
+    inner = Pair(rows, tree=[np.zeros(3)] * 100)
+    assert repr(Pair(inner, tree={"a": rows})).splitlines() == [
+        "Pair(67.9 kB",
+        "  number.number: float32[128, 64]",
+        "  number.tree: 100 arrays, 2.4 kB",
+        "  number.name='a'",
+        "  tree.a: float32[128, 64]",
+        "  name='a')",
+    ]
+
+
+def test_tracers_and_donated_arrays_print_shapes():
+    seen = []
+    jax.jit(lambda pair: seen.append(repr(pair)))(Pair(1.0))
+    assert seen == ["Pair(4 B, number: float32[], name='a')"]
+    pair = Pair(jnp.float32(1))
+    jax.jit(lambda pair: pair, donate_argnums=0)(pair)
+    assert repr(pair) == "Pair(4 B, number: float32[], name='a')"
+
+
+def test_a_repr_of_ones_own_is_kept():
+    class Named(Node):
+        x: Any
+
+        def __repr__(self):
+            return "named"
+
+    class Child(Named):
+        y: Any
+
+    assert repr(Child(1, 2)) == "named"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Transition",
+        "Targets",
+        "Minibatch",
+        "PolicyOutput",
+        "TimeStep",
+        "FinalRows",
+        "ActorState",
+        "Rollout",
+        "EpisodeSums",
+        "EpisodeStatistics",
+        "Unrolls",
+        "RingCounters",
+        "MinibatchPlan",
+        "RolloutStorage",
+        "DistributedStorage",
+        "LearnerState",
+        "TrainState",
+    ],
+)
+def test_help_describes_every_field(name):
+    modules = ("types", "storages", "minibatches", "agents.base")
+    modules = [importlib.import_module(f"jaxroll.{module}") for module in modules]
+    kind = next(getattr(module, name) for module in modules if hasattr(module, name))
+    for field in dataclasses.fields(kind):
+        assert re.search(rf"^ +{field.name}: ", kind.__doc__, re.MULTILINE), field.name

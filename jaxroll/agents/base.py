@@ -44,17 +44,29 @@ _NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "sq
 
 
 class LearnerState(Node):
-    """What all actors and learners have in common; replicated over the devices."""
+    """What all actors and learners have in common; replicated over the devices.
+
+    Attributes:
+      params: of the policy.
+      opt_state: of the optimiser.
+      obs_statistics: where observations are normalised, else None.
+      reward_scaler: where rewards are normalised, else None.
+      iteration: [] int32 train steps done.
+      version: [] int32 optimiser steps done.
+      num_episodes: [2] uint32 episodes finished (see `jaxroll.counts`).
+      num_env_steps: [2] uint32 environment steps taken.
+      extras: an algorithm's own state: saved, replicated and swept like the rest.
+    """
 
     params: PyTree
     opt_state: PyTree
-    obs_statistics: RunningStatistics | None  # where observations are normalised
+    obs_statistics: RunningStatistics | None
     reward_scaler: RewardScaler | None
-    iteration: Array  # [] int32: train steps done
-    version: Array  # [] int32: optimiser steps done
-    num_episodes: Array  # [2] uint32 (see `jaxroll.counts`): episodes finished
-    num_env_steps: Array  # [2] uint32: environment steps taken
-    extras: PyTree = None  # an algorithm's own state: saved, replicated and swept like the rest
+    iteration: Array
+    version: Array
+    num_episodes: Array
+    num_env_steps: Array
+    extras: PyTree = None
 
 
 class TrainState(Node):
@@ -66,11 +78,16 @@ class TrainState(Node):
       >>> state = jax.eval_shape(ppo.init, jax.random.key(0))
       >>> state.learner.iteration.shape, state.actors.obs.shape
       ((), (2, 4, 4))
+
+    Attributes:
+      learner: replicated over the devices.
+      actors: leaves [A, ...], spread over the devices.
+      storage: what outlives an iteration, such as IMPALA's ring of unrolls.
     """
 
     learner: LearnerState
-    actors: ActorState  # leaves [A, ...]
-    storage: PyTree = None  # what outlives an iteration, such as IMPALA's ring of unrolls
+    actors: ActorState
+    storage: PyTree = None
 
 
 class DistributedAgent(Node):

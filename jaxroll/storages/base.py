@@ -10,7 +10,6 @@ counted in a leaf, and `check` raises outside.
 from __future__ import annotations
 
 import abc
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll.checks import unknown_name
 from jaxroll.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.types import Array, Node, PyTree, as_leaf
+from jaxroll.types import Array, Node, PyTree, as_leaf, has_data, path_name, tree_nbytes
 
 
 class Storage(Node, abc.ABC):
@@ -46,10 +46,20 @@ class Storage(Node, abc.ABC):
     parameters: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any):
-        own_repr = "__repr__" in cls.__dict__
         super().__init_subclass__(**kwargs)
-        if not own_repr:  # a dataclass writes its own otherwise, with every number in it
-            cls.__repr__ = Storage.__repr__
+        init: Callable[..., None] = cls.__init__
+
+        @functools.wraps(init)
+        def with_hint(self: Self, *args: Any, **fields: Any) -> None:
+            try:
+                init(self, *args, **fields)
+            except TypeError as error:
+                raise TypeError(
+                    f"{error}. Make a new storage with {cls.__name__}.create(example, num_steps, "
+                    "...), where example is one jaxroll.Transition with leaves [B, ...]."
+                ) from None
+
+        cls.__init__ = with_hint
 
     # What a storage defines.
 
@@ -230,24 +240,13 @@ class Storage(Node, abc.ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        return sum(_nbytes(x) for x in jax.tree.leaves(self))
+        return tree_nbytes(self)
 
-    def __repr__(self) -> str:
-        leaves = jax.tree.leaves_with_path(self)
-        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for _, x in leaves):
-            # Not data but one thing for each leaf: axes of a vmap, shardings, names.
-            return f"{type(self).__name__}({', '.join(str(x) for _, x in leaves)})"
+    def _summary(self) -> list[str]:
         written, capacity, what = self.fill
         # A storage may count what came after it was full, too.
-        known = np.minimum(written, capacity).tolist() if _has_data(written) else "?"
-        lines = [f"{type(self).__name__}({known} of {capacity} {what}, {_size(self.nbytes)}"]
-        for path, x in leaves:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            shown = f"{x.dtype}{list(x.shape)}"
-            if x.ndim == 0 and _has_data(x):
-                shown = str(np.asarray(x)) if x.dtype == np.bool_ else f"{np.asarray(x).item():.6g}"
-            lines.append(f"  {name}: {shown}")
-        return "\n".join(lines) + ")"
+        known = np.minimum(written, capacity).tolist() if has_data(written) else "?"
+        return [f"{known} of {capacity} {what}"]
 
 
 class StorageFactory:
@@ -280,7 +279,7 @@ class StorageFactory:
 
 def _identity(option: Any) -> Any:
     """Something hashable that is equal for equal options, arrays included."""
-    if isinstance(option, np.ndarray | np.generic | jax.Array) and _has_data(option):
+    if isinstance(option, np.ndarray | np.generic | jax.Array) and has_data(option):
         array = np.asarray(option)
         return array.shape, array.dtype.str, array.tobytes()
     try:
@@ -339,13 +338,6 @@ def _minibatch(storage: Storage, row: MinibatchPlan) -> Any:
     return storage.minibatch(row)
 
 
-def unknown_name(kind: str, name: str, known: list[str], where: str) -> str:
-    """The text of an error for a name that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{where} has no {kind} {name!r}; it has {', '.join(known) or 'none'}.{hint}"
-
-
 def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
     """`got` as arrays, after checking structure, shapes and dtypes against `expected`.
 
@@ -363,7 +355,7 @@ def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...
             f"  created with: {_names(expected)}\n  got:          {_names(got)}\n"
             "Leave out of both, or give to both, the fields that differ."
         )
-    paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in _paths(expected)]
+    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(expected)]
     out = []
     for path, x, like in zip(paths, got_leaves, leaves):
         shape = (*leading, *like.shape)
@@ -416,34 +408,10 @@ def _parameter_like(name: str, value: Any, old: PyTree) -> PyTree:
     return as_leaf(value, like=old)
 
 
-def _has_data(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
-
-
 def is_concrete(x: Any) -> bool:
     """Whether x is a plain numpy number, known while tracing."""
     return isinstance(x, np.ndarray | np.generic | int)
 
 
-def _paths(tree: PyTree) -> list[tuple[Any, Any]]:
-    return jax.tree.leaves_with_path(tree)
-
-
 def _names(tree: PyTree) -> str:
-    return ", ".join(jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in _paths(tree))
-
-
-def _nbytes(x: Any) -> int:
-    dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        x = jax.eval_shape(jax.random.key_data, x)
-        dtype = x.dtype
-    return int(np.prod(np.shape(x), dtype=np.int64)) * dtype.itemsize
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} GB"
+    return ", ".join(path_name(path) for path, _ in jax.tree.leaves_with_path(tree))

@@ -11,7 +11,7 @@ from jaxroll.storages.rollout import RolloutStorage
 from jaxroll.types import Minibatch, Targets, Transition
 
 
-class DecoupledRolloutStorage(RolloutStorage):
+class DecoupledRolloutStorage(RolloutStorage, kw_only=True):
     """A rollout storage whose steps carry a predicted advantage, for algorithms like DAAC.
 
     `extras["adv_pred"]` is required. `policy_rows` and `value_rows` are the same storage with

@@ -9,6 +9,7 @@ slices. First in, first out; each unroll is read once.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import jax
@@ -24,25 +25,43 @@ from jaxroll.varying import vary_as
 
 
 class Unrolls(Node):
-    """Slots of the ring, side by side; `batch` of them are what a learner gets."""
+    """Unrolls of T steps, one environment each, side by side.
 
-    transition: Transition  # [T, batch, ...]
-    last_obs: PyTree  # [batch, ...] the observation after the last step
-    last_is_first: Array  # [batch] bool: last_obs starts an episode
-    initial_carry: PyTree  # [batch, ...] the recurrent state before step 0
-    final_obs: PyTree  # [S, batch, ...] final observations of truncated steps
-    final_step: Array  # [S, batch] int32 the truncated step; T where the row is empty
-    version: Array  # [batch] int32 of the policy that acted
-    weights: Array  # [batch] float32; 0 where there was nothing to read
+    Attributes:
+      transition: [T, batch, ...].
+      last_obs: [batch, ...] the observation after the last step.
+      last_is_first: [batch] bool, last_obs starts an episode.
+      initial_carry: [batch, ...] the recurrent state before step 0.
+      final_obs: [S, batch, ...] final observations of truncated steps.
+      final_step: [S, batch] int32 the truncated step; T where the row is empty.
+      version: [batch] int32 of the policy that acted.
+      weights: [batch] float32, 0 where there was nothing to read.
+    """
+
+    transition: Transition
+    last_obs: PyTree
+    last_is_first: Array
+    initial_carry: PyTree
+    final_obs: PyTree
+    final_step: Array
+    version: Array
+    weights: Array
 
 
 class RingCounters(Node):
-    """Where the ring stands. Kept apart from the data: one for all actors in lockstep."""
+    """The state of the ring, apart from its data: actors in lockstep share it.
 
-    read: Array  # [] int32 the oldest full slot
-    num_full: Array  # [] int32
-    dropped: Array  # [] int32 unrolls that found no free slot
-    overflow: Array  # [] int32 truncated steps whose final observation found no row
+    Attributes:
+      read: [] int32 the oldest full slot.
+      num_full: [] int32 unrolls that wait to be read.
+      dropped: [] int32 unrolls that found no free slot.
+      overflow: [] int32 truncated steps whose final observation found no row.
+    """
+
+    read: Array
+    num_full: Array
+    dropped: Array
+    overflow: Array
 
     @classmethod
     def create(cls) -> Self:
@@ -50,7 +69,7 @@ class RingCounters(Node):
         return cls(*(np.zeros((), np.int32) for _ in range(4)))
 
 
-class DistributedStorage(Storage):
+class DistributedStorage(Storage, kw_only=True):
     """K slots of unrolls, first in first out, for algorithms like IMPALA.
 
     Example:
@@ -64,9 +83,15 @@ class DistributedStorage(Storage):
       (True, [0, 0, 1, 1])
       >>> int(ring.update().num_full)
       0
+
+    Attributes:
+      slots: K unrolls.
+      counters_: which of them are full.
+      num_envs: B, unrolls added at a time; static.
+      batch_size: unrolls sampled at a time; static.
     """
 
-    slots: Unrolls  # transition [T, K, ...], the rest [K, ...] or [S, K, ...]
+    slots: Unrolls
     counters_: RingCounters
     num_envs: int = struct.field(pytree_node=False)
     batch_size: int = struct.field(pytree_node=False)
@@ -77,8 +102,8 @@ class DistributedStorage(Storage):
         example: Transition,
         num_steps: int,
         *,
-        num_storages: int = 80,
-        batch_size: int = 32,
+        num_storages: int | None = None,
+        batch_size: int | None = None,
         initial_carry: PyTree = None,
         max_truncations: int = 1,
     ) -> Self:
@@ -88,8 +113,8 @@ class DistributedStorage(Storage):
           example: one step, leaves [B, ...]; B unrolls are added at a time. Inside `jax.shard_map`,
             give a step that varies over the mesh as those to be added do.
           num_steps: T, the length of an unroll.
-          num_storages: K, a multiple of B and of batch_size.
-          batch_size: unrolls that `sample` reads.
+          num_storages: K, a multiple of B and of batch_size; None: twice the smallest such.
+          batch_size: unrolls that `sample` reads; None: B.
           initial_carry: the policy's recurrent state, leaves [B, ...], or None.
           max_truncations: S, final observations of truncated steps kept for each slot; more are
             counted, and the learner then falls back on the actor's value.
@@ -100,6 +125,10 @@ class DistributedStorage(Storage):
                 f"{type(example).__name__}."
             )
         num_envs = int(np.shape(example.terminated)[0])
+        if batch_size is None:
+            batch_size = num_envs
+        if num_storages is None:
+            num_storages = 2 * math.lcm(num_envs, batch_size)
         for name, number in (("num_envs", num_envs), ("batch_size", batch_size)):
             if number < 1 or num_storages % number:
                 raise ValueError(

@@ -19,7 +19,7 @@ from jaxroll.varying import vary_as
 _STALE = -2  # targets_at once a hyperparameter of the targets was changed
 
 
-class RolloutStorage(Storage):
+class RolloutStorage(Storage, kw_only=True):
     """Experience of on-policy algorithms: filled, turned into targets, sampled, emptied.
 
     The observation after the last step is not here; its value comes as `last_values`.
@@ -33,20 +33,32 @@ class RolloutStorage(Storage):
       >>> storage = storage.compute_returns_and_advantages(last_values=np.zeros(2))
       >>> storage.sample(jax.random.key(0), num_mini_batch=2).transition.obs.shape
       (2, 4, 3)
+
+    Attributes:
+      data: [T, B, ...].
+      targets: [T, B], or dicts of streams.
+      initial_carry: [C, B, ...] before steps 0, L, 2L, …; None for a feed-forward policy.
+      added: [] int32 adds since it was empty, those past the end included.
+      lost: [] int32 adds past the end before that, since create or reset.
+      targets_at: [] int32 how many adds the targets belong to; below 0: none.
+      discount: [] float32, or a dict of streams.
+      gae_lambda: [] float32, or a dict of streams.
+      episodic: None: all streams end with the episode; else [] bool or a dict.
+      sequence_length: L, None: T; static.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda", "episodic")
 
-    data: Transition  # [T, B, ...]
-    targets: Targets  # [T, B], or dicts of streams
-    initial_carry: PyTree  # [C, B, ...] before steps 0, L, 2L, …; None without recurrence
+    data: Transition
+    targets: Targets
+    initial_carry: PyTree
     # One counter is all that an add moves: an operation more for each step would be seen.
-    added: Array  # [] int32: adds since it was empty, those past the end included
-    lost: Array  # [] int32: adds past the end before that, since create or reset
-    targets_at: Array  # [] int32: how many adds the targets belong to; below 0: none
-    discount: PyTree  # [] float32, or a dict of streams
-    gae_lambda: PyTree  # [] float32, or a dict of streams
-    episodic: PyTree  # None: all streams end with the episode; else [] bool or a dict
+    added: Array
+    lost: Array
+    targets_at: Array
+    discount: PyTree
+    gae_lambda: PyTree
+    episodic: PyTree
     sequence_length: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod

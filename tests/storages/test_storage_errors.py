@@ -264,3 +264,25 @@ def test_a_factory_takes_the_size_by_position_too():
     make = RolloutStorage.create_factory(4, discount=0.5)
     assert make == RolloutStorage.create_factory(num_steps=4, discount=0.5)
     assert make(step(DATA)).num_steps == 4
+
+
+@pytest.mark.parametrize("kind", [RolloutStorage, DecoupledRolloutStorage, DistributedStorage])
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (("obs_space", "act_space"), {"size": 16}),
+        (("obs_space",) * 10, {}),
+        ((), {"example": step(DATA), "num_steps": 4}),
+        ((), {}),
+    ],
+)
+def test_the_constructor_names_create(kind, args, options):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\.create\(example, num_steps"):
+        kind(*args, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"num_storages": 12}])
+def test_the_defaults_of_a_ring_fit_any_number_of_environments(options):
+    ring = DistributedStorage.create(step(DATA), 100, **options)
+    assert ring.num_storages % ring.batch_size == ring.num_storages % ring.num_envs == 0
+    assert ring.num_storages >= 2 * max(ring.num_envs, ring.batch_size)
