@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxroll.collectors.rollout import keep_types, strong_types
 from jaxroll.envs.base import HostEnv, HostEnvSpec
@@ -66,7 +67,7 @@ class EvaluationResult(Node):
 
 @partial(
     jax.jit,
-    static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic"),
+    static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic", "mesh"),
 )
 def evaluate(
     env: Any,
@@ -78,6 +79,7 @@ def evaluate(
     num_envs: int | None = None,
     deterministic: bool = True,
     max_steps: Array | int | None = None,
+    mesh: Mesh | None = None,
 ) -> EvaluationResult:
     """Play N whole episodes of a JAX environment: one compiled program, however long they are.
 
@@ -91,6 +93,8 @@ def evaluate(
       deterministic: take the mode of the distribution instead of a sample.
       max_steps: how many steps one environment may take for all its episodes, so that an
         endless one does not hang; None: 100,000 for each of its episodes.
+      mesh: of one axis, over which the environments are spread; None: one device. No device waits
+        for another; each environment has the same keys as on one device.
 
     Returns:
       `EvaluationResult`; check `num_unfinished` where episodes may be endless.
@@ -108,20 +112,76 @@ def evaluate(
     num_envs, quota = _plan(num_episodes, num_envs)
     rounds = int(quota.max())
     limit = rounds * MAX_STEPS_PER_EPISODE if max_steps is None else max_steps
-    envs = jnp.arange(num_envs)
+    play = partial(_play, env, policy, num_envs, rounds, deterministic, mesh is not None)
+    index = np.arange(num_envs)
+    if mesh is not None:
+        (axis,) = mesh.axis_names
+        padding = (0, -num_envs % mesh.size)
+        index, quota = np.pad(index, padding, "edge"), np.pad(quota, padding)
+        spread, columns = PartitionSpec(axis), PartitionSpec(None, axis)
+        play = jax.shard_map(
+            play,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), spread, spread),
+            out_specs=(columns, columns, spread),
+            check_vma=False,
+        )
+    arrays = [jnp.asarray(x) for x in (limit, index, quota)]
+    returns, lengths, played = play(params, key, *arrays)
+    is_complete = jnp.arange(rounds)[:, None] < played[None]
+    return EvaluationResult(
+        *(x[:, :num_envs].reshape(-1)[:num_episodes] for x in (returns, lengths, is_complete))
+    )
+
+
+def _play(
+    env: Any,
+    policy: Any,
+    num_envs: int,
+    rounds: int,
+    deterministic: bool,
+    is_part: bool,
+    params: PyTree,
+    key: jax.Array,
+    limit: Array,
+    index: Array,
+    quota: Array,
+) -> tuple[Array, Array, Array]:
+    """Play the episodes of these of `num_envs` environments.
+
+    Args:
+      env: an `Env`.
+      policy: a `Policy`.
+      num_envs: how many there are on all devices.
+      rounds: R, the largest quota of any.
+      deterministic: as for `evaluate`.
+      is_part: whether other devices play too, and need noise of their own.
+      params: of the policy.
+      key: of the whole evaluation.
+      limit: [] steps that each may take.
+      index: [B] which they are.
+      quota: [B] how many episodes each plays.
+
+    Returns:
+      ([R, B] returns, [R, B] lengths, [B] episodes played).
+    """
+    count = len(index)
+    envs = jnp.arange(count)
     reset_key, step_key = jax.random.split(key)
-    env_state, obs = strong_types(jax.vmap(env.reset)(jax.random.split(reset_key, num_envs)))
+    reset_keys = jax.random.split(reset_key, num_envs)[index]
+    env_state, obs = strong_types(jax.vmap(env.reset)(reset_keys))
 
     def unfinished(state: _Play) -> Array:
         return jnp.any(state.episode < quota) & (state.t < limit)
 
-    def play(state: _Play, _: None) -> tuple[_Play, None]:
+    def step(state: _Play, _: None) -> tuple[_Play, None]:
         live = state.t < limit
         env_key, action_key = jax.random.split(jax.random.fold_in(step_key, state.t))
+        action_key = jax.random.fold_in(action_key, index[0]) if is_part else action_key
         carry, action = _act(
             policy, deterministic, params, state.carry, state.obs, state.is_first, action_key
         )
-        env_keys = jax.random.split(env_key, num_envs)
+        env_keys = jax.random.split(env_key, num_envs)[index]
         env_state, step = jax.vmap(env.step)(env_keys, state.env, action)
         done = (step.terminated.astype(bool) | step.truncated.astype(bool)) & live
         # Past its quota an environment writes to a row that is cut off below or does not exist.
@@ -143,21 +203,16 @@ def evaluate(
         t=jnp.zeros((), jnp.int32),
         env=env_state,
         obs=obs,
-        carry=strong_types(policy.initial_carry(num_envs)),
-        is_first=jnp.ones(num_envs, bool),
-        episode=jnp.zeros(num_envs, jnp.int32),
-        episode_return=jnp.zeros((rounds, num_envs), jnp.float32),
-        episode_length=jnp.zeros((rounds, num_envs), jnp.int32),
+        carry=strong_types(policy.initial_carry(count)),
+        is_first=jnp.ones(count, bool),
+        episode=jnp.zeros(count, jnp.int32),
+        episode_return=jnp.zeros((rounds, count), jnp.float32),
+        episode_length=jnp.zeros((rounds, count), jnp.int32),
     )
     # Whether to go on is asked of the host on a GPU: once in some steps, not at each. Steps past
     # the last episode or the limit count for nothing.
-    state = lax.while_loop(unfinished, lambda s: lax.scan(play, s, length=STEPS_PER_TURN)[0], state)
-    is_complete = jnp.arange(rounds)[:, None] < state.episode[None]
-    return EvaluationResult(
-        episode_return=state.episode_return.reshape(-1)[:num_episodes],
-        episode_length=state.episode_length.reshape(-1)[:num_episodes],
-        is_complete=is_complete.reshape(-1)[:num_episodes],
-    )
+    state = lax.while_loop(unfinished, lambda s: lax.scan(step, s, length=STEPS_PER_TURN)[0], state)
+    return state.episode_return, state.episode_length, state.episode
 
 
 def evaluate_host(

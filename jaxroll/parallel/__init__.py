@@ -7,6 +7,7 @@ from jaxroll.parallel.multihost import (
     initialize,
     is_peer_lost,
     local,
+    local_mesh,
     peer_guard,
     process_max,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "initialize",
     "is_peer_lost",
     "local",
+    "local_mesh",
     "make_mesh",
     "on_mesh",
     "peer_guard",

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxroll.parallel.mesh import ACTORS
 from jaxroll.types import PyTree
 
 PEER_LOST = 75  # exit code of a process whose peer is gone: EX_TEMPFAIL, restart to go on
@@ -142,3 +144,10 @@ def local(tree: PyTree) -> PyTree:
         return x
 
     return jax.tree.map(take, tree)
+
+
+def local_mesh(tree: PyTree) -> Mesh | None:
+    """The devices of this process that hold the tree, if they are several."""
+    leaf = jax.tree.leaves(tree)[0]
+    devices = sorted(leaf.sharding.addressable_devices, key=lambda d: d.id)
+    return Mesh(np.array(devices), (ACTORS,)) if len(devices) > 1 else None

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxroll import collectors, parallel
 from jaxroll.envs import as_env
@@ -20,16 +21,19 @@ EVAL_FOLD = 2**30 + 1
 
 
 def evaluation_columns(
-    agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any
+    agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any, spread: bool
 ) -> dict[str, Any]:
-    """What an evaluation adds to a row; its episodes follow from the seed and the iteration."""
+    """What an evaluation adds to a row; its episodes follow from the seed and the iteration.
+
+    With `spread` they are played on all devices of the state that this process has.
+    """
 
     def key(seed: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
 
     members = getattr(agent, "seeds", None)
     keys = key(seed) if members is None else jax.vmap(key)(members)
-    result = evaluate_with_key(agent, state, keys, num_episodes, True, env)
+    result = evaluate_with_key(agent, state, keys, num_episodes, True, env, spread)
     names = ("episode_return", "episode_length", "num_unfinished")
     return {f"eval_{name}": result[name] for name in names}
 
@@ -53,7 +57,13 @@ def evaluate(
 
 
 def evaluate_with_key(
-    agent: Any, state: Any, key: jax.Array, num_episodes: int, deterministic: bool, env: Any
+    agent: Any,
+    state: Any,
+    key: jax.Array,
+    num_episodes: int,
+    deterministic: bool,
+    env: Any,
+    spread: bool = False,
 ) -> dict[str, Any]:
     """Means and each of the returns and lengths of `num_episodes` whole episodes.
 
@@ -61,13 +71,18 @@ def evaluate_with_key(
     did not end is NaN, and the means are without it.
     """
     env = agent.env if env is None else as_env(env)
-    params = parallel.local(agent.acting_params(state.learner))
+    acting = agent.acting_params(state.learner)
+    params = parallel.local(acting)
     options = {"num_episodes": num_episodes, "deterministic": deterministic}
     if isinstance(env, HostEnv | HostEnvSpec):
         result = _evaluate_on_host(env, agent.policy, params, key, **options)
+    elif key.ndim:
+        result = _evaluate_members(env, agent.policy, params, key, **options)
     else:
-        play = _evaluate_members if key.ndim else _evaluate
-        result = play(env, agent.policy, params, key, **options)
+        mesh = parallel.local_mesh(acting) if spread else None
+        if mesh is not None:
+            params, key = parallel.place((params, key), mesh, PartitionSpec())
+        result = _evaluate(env, agent.policy, params, key, **options, mesh=mesh)
     is_complete = np.asarray(result.is_complete)
     returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
     lengths = np.asarray(result.episode_length)
@@ -105,7 +120,7 @@ def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any
 
 
 _evaluate = functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic")
+    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic", "mesh")
 )(collectors.evaluate)
 
 

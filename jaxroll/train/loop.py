@@ -272,8 +272,9 @@ def train(
                 if eval_interval is not None and (run.is_eval(iteration) or at_end):
                     shown.update(step)
                     shown.status("evaluating")
+                    episodes, spread = num_eval_episodes, reduction == "fast"
                     row |= evaluation_columns(
-                        agent, carry["state"], seed, iteration, num_eval_episodes, eval_env
+                        agent, carry["state"], seed, iteration, episodes, eval_env, spread
                     )
                 last_row_time, last_row_step = time.monotonic(), step
                 for tidy in _tidy_rows(row, members):

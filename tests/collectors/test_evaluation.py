@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +75,15 @@ class Fixed:
         return state, step
 
 
+@dataclasses.dataclass(frozen=True)
+class Paid(Fixed):
+    """The reward is the action."""
+
+    def step(self, key, state, action):
+        state, step = super().step(key, state, action)
+        return state, step.replace(reward=action.astype(jnp.float32))
+
+
 def test_every_environment_plays_its_quota():
     result = evaluate(Fixed(), Lopsided(), 0.0, jax.random.key(0), num_episodes=11, num_envs=4)
     # episodes 0-3 are the environments' first, 4-7 their second, 8-10 the third of three
@@ -114,15 +124,7 @@ def test_lengths_are_distributed_as_those_of_independent_episodes():
 
 
 def test_stochastic_evaluation_samples_and_deterministic_takes_the_mode():
-    env, key = Fixed(), jax.random.key(0)
-
-    @dataclasses.dataclass(frozen=True)
-    class Paid(Fixed):
-        def step(self, key, state, action):
-            state, step = super().step(key, state, action)
-            return state, step.replace(reward=action.astype(jnp.float32))
-
-    env = Paid()
+    env, key = Paid(), jax.random.key(0)
     mode = evaluate(env, Lopsided(), -1.0, key, num_episodes=300)
     assert not mode.episode_return.any()
     sampled = evaluate(env, Lopsided(), -1.0, key, num_episodes=300, deterministic=False)
@@ -162,6 +164,21 @@ def test_one_compilation_serves_all_params_keys_and_limits():
     evaluate(Fixed(), Traced(), jnp.float32(9), jax.random.key(9), num_episodes=4, max_steps=7)
     assert len(traces) == once
     assert once <= 2  # a while_loop may look at its body twice
+
+
+@pytest.mark.parametrize("num_envs", [4, 6])
+def test_episodes_spread_over_devices_are_those_of_one(num_envs):
+    mesh = jax.make_mesh((4,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"num_episodes": 11, "num_envs": num_envs}
+    key = jax.random.key(0)
+    alone = evaluate(Lottery(), Lopsided(), 0.0, key, **options)
+    spread = evaluate(Lottery(), Lopsided(), 0.0, key, **options, mesh=mesh)
+    chex.assert_trees_all_equal(spread, alone)
+    # Actions that are drawn differ from device to device.
+    mesh = jax.make_mesh((2,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"num_episodes": 2, "deterministic": False, "mesh": mesh}
+    drawn = [evaluate(Paid(), Lopsided(), 0.0, jax.random.key(i), **options) for i in range(8)]
+    assert any(x.episode_return[0] != x.episode_return[1] for x in drawn)
 
 
 def test_vmap_over_params_equals_solo_runs():

@@ -1,13 +1,14 @@
 """Evaluation in the shell: only whole episodes count, on whichever kind of environment."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import DistributedTrainer, collectors, make_env, spaces
+from jaxroll import DistributedTrainer, collectors, make_env, parallel, spaces
 from jaxroll.envs import autoreset
 from jaxroll.sweeps import Sweep, SweepResult
 from jaxroll.train import History, evaluation
@@ -135,3 +136,23 @@ def test_evaluations_come_on_time_with_rows_of_their_own_and_over_a_resume(tmp_p
     _, resumed = agent.train(256, checkpoint_dir=tmp_path / "halves", resume=True, **options)
     for name in ("step", "loss", "eval_episode_return"):
         np.testing.assert_array_equal(resumed[name], history[name])
+
+
+def test_a_state_on_several_devices_is_evaluated_on_all_of_them(monkeypatch):
+    agent = small("ppo", DRIFT)
+    learner = init(agent, jax.random.key(0)).learner
+    learner = parallel.place(learner, parallel.make_mesh(2), jax.sharding.PartitionSpec())
+    state = types.SimpleNamespace(learner=learner)
+    seen, play = [], evaluation._evaluate
+
+    def spy(*args, mesh=None, **options):
+        seen.append(mesh and mesh.size)
+        return play(*args, mesh=mesh, **options)
+
+    monkeypatch.setattr(evaluation, "_evaluate", spy)
+    alone, spread = (
+        evaluation.evaluation_columns(agent, state, 0, 1, 5, None, spread)
+        for spread in (False, True)
+    )
+    assert seen == [None, 2]
+    assert spread == pytest.approx(alone)
