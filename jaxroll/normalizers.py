@@ -251,7 +251,7 @@ class RewardScaler(Node):
         return cls(RunningStatistics.create(np.zeros(())), as_leaf(discount))
 
     def update(self, sums: Array, weights: Array | None = None) -> RewardScaler:
-        """After more discounted sums, [T, B]; weights are 0 where a row is no experience."""
+        """After more discounted sums, [T, B]; weights are 0 where a row is not valid."""
         return self.replace(statistics=self.statistics.update(sums, weights))
 
     def scale(self, rewards: Array, clip: float | None = 10.0) -> Array:

@@ -41,7 +41,7 @@ class Discrete:
         return x.dtype.kind in "iu" and bool(((x >= 0) & (x < self.n)).all())
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """A uniform choice."""
+        """A uniform draw."""
         return jax.random.randint(key, (), 0, self.n, jnp.int32).astype(self.dtype)
 
 
@@ -60,7 +60,7 @@ class MultiDiscrete:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[len(nvec)]."""
+        """(len(nvec),)."""
         return (len(self.nvec),)
 
     def contains(self, x: Any) -> bool:
@@ -86,7 +86,7 @@ class MultiBinary:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[n]."""
+        """(n,)."""
         return (self.n,)
 
     def contains(self, x: Any) -> bool:

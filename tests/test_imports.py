@@ -36,16 +36,16 @@ TIERS = [
 ]
 # Inside a method only: agent.train, eval, save and load.
 UPWARD = {("agents/base.py", "train")}
-TIER = {room: i for i, rooms in enumerate(TIERS) for room in rooms}
+TIER = {part: i for i, parts in enumerate(TIERS) for part in parts}
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
-def room_of(path):
+def part_of(path):
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def imported_rooms(path):
-    """The rooms of jaxroll that a file imports, anywhere in it."""
+def imported_parts(path):
+    """The parts of jaxroll that a file imports, anywhere in it."""
     here = ["jaxroll", *path.relative_to(PACKAGE).with_suffix("").parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,28 +65,28 @@ def imported_rooms(path):
 def test_the_layout_page_names_every_part():
     page = (PACKAGE.parent / "docs" / "package_layout.md").read_text()
     named = set(re.findall(r"(\w+)(?:/|\.py)", page.split("```")[1])) - {"jaxroll"}
-    exist = {room_of(p) for p in MODULES if not p.name.startswith("_") or p.name == "__init__.py"}
-    tops = {room for room in exist if not room.startswith("_")}
+    exist = {part_of(p) for p in MODULES if not p.name.startswith("_") or p.name == "__init__.py"}
+    tops = {part for part in exist if not part.startswith("_")}
     assert tops <= named, f"docs/package_layout.md does not name {sorted(tops - named)}"
-    gone = named - {part for p in MODULES for part in p.relative_to(PACKAGE).with_suffix("").parts}
+    gone = named - {name for p in MODULES for name in p.relative_to(PACKAGE).with_suffix("").parts}
     assert not gone, f"docs/package_layout.md names {sorted(gone)}, which do not exist"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
-    room = room_of(path)
-    assert room in TIER, f"{room} is in no tier; add it to TIERS in this test"
-    for line, other in imported_rooms(path):
-        if other == room or (str(path.relative_to(PACKAGE)), other) in UPWARD:
+    part = part_of(path)
+    assert part in TIER, f"{part} is in no tier; add it to TIERS in this test"
+    for line, other in imported_parts(path):
+        if other == part or (str(path.relative_to(PACKAGE)), other) in UPWARD:
             continue
         if other in jaxroll.__all__ and other not in TIER:
-            pytest.fail(f"line {line}: import {other} from its room, not from jaxroll")
+            pytest.fail(f"line {line}: import {other} from its module, not from jaxroll")
         assert other in TIER, f"line {line}: {other} is in no tier"
-        assert TIER[other] < TIER[room], f"line {line}: {other} is not below {room}"
+        assert TIER[other] < TIER[part], f"line {line}: {other} is not below {part}"
 
 
-def test_the_walk_sees_imports():
-    found = {room for _, room in imported_rooms(PACKAGE / "storages" / "rollout.py")}
+def test_imports_are_found():
+    found = {part for _, part in imported_parts(PACKAGE / "storages" / "rollout.py")}
     assert found >= {"estimators", "storages", "types"}
 
 
@@ -135,7 +135,7 @@ def test_using_every_name_starts_no_backend():
 
 
 def public_names():
-    """(module, name) of what the package offers, and of what users of its rooms extend."""
+    """(module, name) of what the package offers, and of what users of its modules extend."""
     names = [("jaxroll", name) for name in jaxroll.__all__ if not name.startswith("_")]
     names += [("jaxroll.envs", "register_source"), ("jaxroll.collectors", "evaluate_host")]
     wrappers = ("TimeLimit", "FlattenObservation", "FrameStack", "ClipAction")

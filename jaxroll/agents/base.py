@@ -220,7 +220,7 @@ class DistributedAgent(Node):
 
     @property
     def envs_per_actor(self) -> int:
-        """B."""
+        """B, the environments of one actor."""
         return self.num_envs // self.num_actors
 
     @property

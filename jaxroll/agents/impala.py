@@ -107,7 +107,7 @@ class IMPALA(DistributedAgent):
 
     @property
     def updates_per_iteration(self) -> int:
-        """U."""
+        """U, the optimiser steps of one iteration."""
         return self.num_envs // self.batch_size
 
     @property

@@ -220,7 +220,7 @@ class HostCollector:
         if int(actor.env) != self._steps_taken:
             has = "not been reset" if self._steps_taken < 0 else f"taken {self._steps_taken} steps"
             raise ValueError(
-                f"The environments have {has}, but the actor state stands after "
+                f"The environments have {has}, but the actor state is from after "
                 f"{int(actor.env)}: host environments cannot be set back. Use the state that the "
                 "last collect returned, or reset them: actor = collector.restart(actor)."
             )
@@ -247,7 +247,7 @@ class _Still(HostEnv):
         self._is_first_step = True
 
     def reset(self, seed: int) -> PyTree:
-        """Zeros."""
+        """Zeros, as the first observations."""
         return zeros(self.observation_space, (self.num_envs,))
 
     def step(self, actions: PyTree) -> HostStep:

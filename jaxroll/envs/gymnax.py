@@ -96,7 +96,7 @@ class GymnaxEnv:
 
     @property
     def action_space(self) -> spaces.Space:
-        """gymnax's."""
+        """gymnax's own action space."""
         return _spaces(self)[1]
 
     @property

@@ -62,7 +62,7 @@ class Architecture:
         return Body(encoder, core, name=name)
 
     def initial_carry(self, batch_size: int) -> PyTree:
-        """Of one body."""
+        """The recurrent state of one body at the start of an episode; () without a core."""
         return initial_carry(self.core, self.core_size, batch_size) if self.core else ()
 
 

@@ -309,7 +309,7 @@ class Batches:
         return jax.lax.scan(lambda c, row: step(c, self.storage.minibatch(row)), carry, self.plan)
 
     def stacked(self) -> Any:
-        """All minibatches at once, leaves [E·M, N, ...]: for small data and for people."""
+        """All minibatches at once, leaves [E·M, N, ...]; `scan` takes less memory."""
         return jax.vmap(self.storage.minibatch)(self.plan)
 
 

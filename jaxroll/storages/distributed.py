@@ -65,7 +65,7 @@ class RingCounters(Node):
 
     @classmethod
     def create(cls) -> Self:
-        """All zero."""
+        """Counters of an empty ring."""
         return cls(*(np.zeros((), np.int32) for _ in range(4)))
 
 
@@ -165,12 +165,12 @@ class DistributedStorage(Storage, kw_only=True):
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the length of an unroll."""
         return self.slots.transition.terminated.shape[0]
 
     @property
     def num_storages(self) -> int:
-        """K."""
+        """K, the number of slots."""
         return self.slots.version.shape[0]
 
     @property

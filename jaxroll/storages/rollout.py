@@ -146,12 +146,12 @@ class RolloutStorage(Storage, kw_only=True):
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return self.data.terminated.shape[0]
 
     @property
     def num_envs(self) -> int:
-        """B."""
+        """B, the number of environments."""
         return self.data.terminated.shape[1]
 
     @property
@@ -415,7 +415,7 @@ class RolloutStorage(Storage, kw_only=True):
     ) -> Minibatch:
         """One epoch of shuffled minibatches, stacked: leaves [M, N, ...].
 
-        The materialised form, for small data and for people; agents scan `plan` instead.
+        All minibatches at once in memory; agents scan `plan` instead.
         """
         if isinstance(key, int):
             raise TypeError(

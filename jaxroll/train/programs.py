@@ -295,7 +295,7 @@ class HostProgram:
         return state
 
     def place(self, state: PyTree) -> PyTree:
-        """As it is."""
+        """The state unchanged: host programs use one device."""
         return state
 
     def shardings(self, carry: Carry) -> None:

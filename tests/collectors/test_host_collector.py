@@ -254,7 +254,7 @@ def test_an_outdated_actor_state_is_refused_and_restart_goes_on():
     collector = HostCollector(scripted("sync", "SameStep", 2), Recurrent())
     old = collector.init(jax.random.key(0))
     actor, _ = collector.collect(PARAMS, old, 4)
-    with pytest.raises(ValueError, match="taken 4 steps, but the actor state stands after 0"):
+    with pytest.raises(ValueError, match="taken 4 steps, but the actor state is from after 0"):
         collector.collect(PARAMS, old, 4)
     fresh = HostCollector(scripted("sync", "SameStep", 2), Recurrent())
     with pytest.raises(ValueError, match="not been reset"):

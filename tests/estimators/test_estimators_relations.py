@@ -95,7 +95,7 @@ def test_a_rollout_cut_and_continued_equals_the_uncut_one_up_to_the_bootstrap():
     case["last_values"] = np.ones(5, np.float32)
     whole = call("lambda_returns", case)[0]
     head = {k: x[:4] if np.ndim(x) == 2 else x for k, x in case.items()}
-    # What stands after step 3 in the uncut walk: (1 − λ₃) v₄ + λ₃ G₄.
+    # What follows step 3 in the uncut rollout: (1 − λ₃) v₄ + λ₃ G₄.
     lam = case["trace_lambda"][3]
     head["last_values"] = (1 - lam) * case["values"][4] + lam * np.asarray(whole[4])
     assert_same(call("lambda_returns", head), (whole[:4],))

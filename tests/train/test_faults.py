@@ -1,4 +1,4 @@
-"""A run that is killed, stopped, damaged or out of room goes on as if nothing had been."""
+"""A run that is killed, stopped, damaged or out of disk space goes on as if nothing had been."""
 
 import contextlib
 import csv
