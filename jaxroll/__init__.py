@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jaxroll.envs import (
         Env as Env,
         autoreset as autoreset,
+        check_env as check_env,
         list_envs as list_envs,
         make_env as make_env,
     )
@@ -108,6 +109,7 @@ __all__ = [
     "Transition",
     "__version__",
     "autoreset",
+    "check_env",
     "collect",
     "discounted_returns",
     "evaluate",
@@ -151,6 +153,7 @@ _ROOMS = {
     "jaxroll.envs": (
         "Env",
         "autoreset",
+        "check_env",
         "make_env",
         "list_envs",
     ),

@@ -35,6 +35,7 @@ from jaxroll.collectors.batched import (
 from jaxroll.collectors.episodes import count_episodes
 from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
+from jaxroll.envs.check import check_host_reset, check_host_step
 from jaxroll.spaces import Space, zeros
 from jaxroll.types import (
     ActorState,
@@ -147,6 +148,8 @@ class HostCollector:
             actions.write(t, action)
             outputs.write(t, output)
             step = envs.step(actions.at(t))
+            if t == self._steps_taken == 0:
+                check_host_step(envs, step)
             seen.write(t, step)
             if step.truncated.any():
                 cut = np.flatnonzero(step.truncated & ~step.terminated)
@@ -178,6 +181,7 @@ class HostCollector:
     def _start(self, key: jax.Array, num_rollouts: Array) -> ActorState:
         reset_key = jax.random.fold_in(jax.random.fold_in(key, RESET_FOLD), num_rollouts)
         obs = self.envs.reset(int(jax.random.randint(reset_key, (), 0, 2**30)))
+        check_host_reset(self.envs, obs)
         self._steps_taken = 0
         num_envs = self.envs.num_envs
         return ActorState(

@@ -152,6 +152,12 @@ def autoreset(env: Any) -> Env:
         raise TypeError(
             f"autoreset needs an environment with {', '.join(MEMBERS)}; got {got}{lacks}."
         )
+    check_hashable(env)
+    return AutoReset(env)
+
+
+def check_hashable(env: Any) -> None:
+    """Raise unless an environment can be a static argument of a program."""
     try:
         hash(env)
     except TypeError:
@@ -159,7 +165,6 @@ def autoreset(env: Any) -> Env:
             f"An environment must be hashable, got {type(env).__name__}. Make it a frozen value: "
             "@dataclasses.dataclass(frozen=True)."
         ) from None
-    return AutoReset(env)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,26 +281,6 @@ def _common_dtypes(reset: PyTree, step: PyTree, name: str) -> PyTree:
         return dtype
 
     return jax.tree_util.tree_map_with_path(common, reset, step)
-
-
-@functools.lru_cache(maxsize=256)
-def check_step(env: Any) -> None:
-    """Raise unless `env.step` resets by itself: it returns (state, TimeStep). Traced once."""
-    returned = []
-
-    def step(key: jax.Array) -> tuple:
-        action = jax.tree.map(jnp.asarray, zeros(env.action_space))
-        returned.append(env.step(key, env.reset(key)[0], action))
-        return ()
-
-    jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
-    (out,) = returned
-    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], TimeStep)):
-        got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-        raise TypeError(
-            f"step of {type(env).__name__} must return (state, TimeStep), got {got}. If it stops "
-            "at the end of an episode, use jaxroll.envs.autoreset(env)."
-        )
 
 
 def _time_step(out: Any) -> tuple[PyTree, TimeStep]:

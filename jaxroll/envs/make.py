@@ -12,7 +12,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_step
+from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_hashable
+from jaxroll.envs.check import check_shapes
 from jaxroll.envs.values import UnknownNameError, suggestion
 
 DEFAULT_SOURCE = "gymnax"
@@ -129,7 +130,8 @@ def as_env(env: Any, argument: str = "env") -> Any:
             "jaxroll.envs.autoreset(env) for a JAX environment of your own, or "
             "jaxroll.envs.from_gymnasium(lambda num_envs: vector_env)."
         )
-    check_step(env)
+    check_hashable(env)
+    check_shapes(env)
     return env
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxroll import collectors, metrics as metrics_lib, parallel
 from jaxroll.collectors.host import HostCollector
+from jaxroll.envs import check_env
 from jaxroll.spaces import zeros
 from jaxroll.types import PyTree, TimeStep
 
@@ -119,6 +120,7 @@ def check_traces(agent: Any) -> None:
     if agent.is_host:
         host_rollout_shapes(agent, has_valid=False)
         return
+    check_env(agent.env, num_steps=0)
     leaves, structure = jax.tree.flatten(agent)
     shapes = tuple(jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves)
     state = _state_shapes(structure, shapes)

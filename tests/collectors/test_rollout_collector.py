@@ -683,11 +683,13 @@ def test_an_environment_that_changes_its_dtype_is_named():
     class Changing(Script):
         def reset(self, key):
             state, obs = super().reset(key)
-            return state, obs.astype(jnp.int32)
+            return state, obs.astype(jnp.float16)
 
     env, policy = Changing(), Counter()
     actor, params = start(env, policy)
-    with pytest.raises(ValueError, match=r"the observation must keep .* int32\[3, 3\] .* float32"):
+    with pytest.raises(
+        ValueError, match=r"the observation must keep .* float16\[3, 3\] .* float32"
+    ):
         collect(env, policy, params, actor, 4)
 
 
