@@ -179,9 +179,21 @@ def _devices(parser: argparse.ArgumentParser) -> None:
     _setting(where, "devices")
     _setting(where, "reduction")
     where.add_argument("--no-cache", action="store_true", help="keep no compiled programs on disk")
+    where.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, found by JAX: Slurm (srun), MPI (mpirun), TPU pods",
+    )
     where.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     where.add_argument("--num-processes", metavar="N", type=int, help="processes of the run")
     where.add_argument("--process-id", metavar="I", type=int, help="which of them this is, from 0")
+    where.add_argument(
+        "--heartbeat-timeout",
+        metavar="SECONDS",
+        type=int,
+        help="a process that is silent for so long counts as gone "
+        "(default: 100 with --distributed, else 10)",
+    )
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:

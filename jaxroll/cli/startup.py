@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,18 +16,16 @@ def start(
     *,
     devices: int | None = None,
     cache: bool = True,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
+    distributed: bool = False,
+    **processes: Any,
 ) -> None:
     """Set JAX up.
 
     Args:
       devices: on CPU, make so many (in each process).
       cache: keep compiled programs on disk, and use those that are there.
-      coordinator: as for `parallel.initialize`.
-      num_processes: as for `parallel.initialize`.
-      process_id: as for `parallel.initialize`.
+      distributed: whether this is one of several processes, which JAX may find.
+      **processes: as for `parallel.initialize`; any that is not None means `distributed`.
     """
     chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache:
@@ -37,8 +36,8 @@ def start(
     if devices is not None:
         with contextlib.suppress(RuntimeError):  # if a backend runs already, make_mesh counts
             jax.config.update("jax_num_cpu_devices", devices)
-    if any(x is not None for x in (coordinator, num_processes, process_id)):
-        parallel.initialize(coordinator, num_processes, process_id)
+    if distributed or any(x is not None for x in processes.values()):
+        parallel.initialize(**processes)
 
 
 def cache_directory() -> Path:

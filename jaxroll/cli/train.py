@@ -118,9 +118,11 @@ def _prepare(args: argparse.Namespace, config: Config) -> DistributedTrainer:
     start(
         devices=config.devices,
         cache=not args.no_cache,
+        distributed=args.distributed,
         coordinator=args.coordinator,
         num_processes=args.num_processes,
         process_id=args.process_id,
+        heartbeat_timeout=args.heartbeat_timeout,
     )
     trainer = DistributedTrainer(config)
     trainer.check()  # before a directory is made

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll.checks import check_count
 from jaxroll.parallel.mesh import ACTORS
 from jaxroll.types import PyTree
 
@@ -43,7 +44,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout: int = 10,
+    heartbeat_timeout: int | None = None,
 ) -> None:
     """Join the processes of one run; call it before anything else of JAX.
 
@@ -51,7 +52,9 @@ def initialize(
       coordinator: "host:port" of process 0; None: found by JAX (Slurm, MPI, TPU pods).
       num_processes: how many there are.
       process_id: which one this is, from 0.
-      heartbeat_timeout: seconds after which a silent peer counts as gone.
+      heartbeat_timeout: seconds after which a silent peer counts as gone; None: 100 where JAX finds
+        the processes, for a pod's network may pause, and 10 where a coordinator is given. A peer
+        that ends is noticed at once.
     """
     given = (coordinator, num_processes, process_id)
     if any(x is not None for x in given) and any(x is None for x in given):
@@ -65,13 +68,23 @@ def initialize(
             f"process_id must be from 0 to num_processes - 1 = {num_processes - 1}, got "
             f"{process_id}."
         )
+    if heartbeat_timeout is None:
+        heartbeat_timeout = 100 if coordinator is None else 10
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator_address=coordinator,
-        num_processes=num_processes,
-        process_id=process_id,
-        heartbeat_timeout_seconds=heartbeat_timeout,
-    )
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=num_processes,
+            process_id=process_id,
+            heartbeat_timeout_seconds=check_count("heartbeat_timeout", heartbeat_timeout),
+        )
+    except ValueError as error:
+        if coordinator is not None:
+            raise
+        raise ValueError(
+            f"JAX found no Slurm, MPI or TPU pod around this process ({error}). Start it there, by "
+            "srun or mpirun, or give coordinator (host:port), num_processes and process_id."
+        ) from error
 
 
 def process_max(number: int) -> int:

@@ -84,6 +84,29 @@ def test_processes_that_cannot_be_joined_are_an_error(given, message):
         parallel.initialize(**given)
 
 
+def test_processes_that_jax_finds_have_a_heartbeat_fit_for_pods(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    parallel.initialize()
+    parallel.initialize("127.0.0.1:1", 2, 0)
+    parallel.initialize(heartbeat_timeout=30)
+    assert [c["heartbeat_timeout_seconds"] for c in calls] == [100, 10, 30]
+    assert calls[0]["coordinator_address"] is None
+    with pytest.raises(ValueError, match="heartbeat_timeout must be at least 1"):
+        parallel.initialize(heartbeat_timeout=0)
+
+
+def test_without_a_cluster_the_error_says_what_to_give(monkeypatch):
+    def nothing_found(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", nothing_found)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(ValueError, match=r"no Slurm, MPI or TPU pod.*give coordinator"):
+        parallel.initialize()
+
+
 def test_alone_a_process_knows_its_own_flag():
     assert parallel.process_max(3) == 3
     assert parallel.process_max(0) == 0

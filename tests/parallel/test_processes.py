@@ -178,3 +178,28 @@ def test_a_process_that_is_not_ours_to_end_gets_an_error(tmp_path):
         end(processes)
     assert processes[0].returncode != 0
     assert "PeerLostError" in errors
+
+
+def test_processes_that_slurm_started_find_each_other(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = "train ppo CartPole-v1 --num-envs 4 --num-actors 2 --num-train-steps 128"
+    words += " --set num_steps=8 --set log_interval=32 --set num_test_episodes=2 --distributed"
+    words += f" --out {tmp_path}/run"
+
+    def start(i):
+        # As srun sets them for a job of two tasks on this machine.
+        slurm = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": i, "LOCALID": i}
+        env = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        env |= {"JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxroll", *words.split()],
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    finish([start(i) for i in range(2)])
+    assert History.read(tmp_path / "run").steps.tolist() == [32, 64, 96, 128]
