@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from jaxroll.distributions import sample
 from jaxroll.parallel import local
 from jaxroll.spaces import zeros
 
@@ -76,7 +77,7 @@ def export_policy(
         one = jax.tree.map(lambda x: x[None], (carry, obs, is_first))
         carry, output = policy.apply(params, *one)
         distribution = output.distribution
-        action = distribution.mode() if deterministic else distribution.sample(key)
+        action = distribution.mode() if deterministic else sample(distribution, key)
         return jax.tree.map(lambda x: x[0], (action, carry))
 
     def rows(obs: Any, carry: Any, is_first: Any, seed: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
 from jaxroll.counts import count_add, count_float, count_zero
+from jaxroll.distributions import sample
 from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
 from jaxroll.metrics import Mean, Sum
@@ -171,6 +172,7 @@ class DistributedAgent(Node):
         if policy is None:
             policy = agent._default_policy()
         else:
+            policy = networks.as_policy(policy)
             given = set(_NETWORK_OPTIONS) & set(hyperparameters)
             if given:
                 raise ValueError(
@@ -608,7 +610,7 @@ class DistributedAgent(Node):
                     "a stochastic policy needs a key: act(obs, key=jax.random.key(0))."
                 )
             else:
-                action = output.distribution.sample(key)
+                action = sample(output.distribution, key)
             return (action, carry) if recurrent else action
 
         return act

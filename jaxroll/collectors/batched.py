@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxroll.distributions import sample
 from jaxroll.minibatches import divisors
 from jaxroll.types import ActorState, Array, PyTree
 
@@ -42,7 +43,9 @@ def take_action(distribution: Any, draw: PyTree, deterministic: bool) -> PyTree:
     """The action of one step, from its row of `action_draws`."""
     if deterministic:
         return distribution.mode()
-    return distribution.sample_with(draw) if _has_noise(distribution) else distribution.sample(draw)
+    return (
+        distribution.sample_with(draw) if _has_noise(distribution) else sample(distribution, draw)
+    )
 
 
 def _has_noise(distribution: Any) -> bool:

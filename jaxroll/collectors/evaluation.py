@@ -20,8 +20,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxroll.collectors.rollout import keep_types, strong_types
+from jaxroll.distributions import sample
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.envs.make import as_device_env, as_env
+from jaxroll.networks import as_policy
 from jaxroll.types import Array, Node, PyTree
 
 MAX_STEPS_PER_EPISODE = 100_000
@@ -108,7 +110,7 @@ def evaluate(
       >>> evaluate(env, policy, params, jax.random.key(1), num_episodes=5).episode_return.shape
       (5,)
     """
-    env = as_device_env(env, "evaluate_host")
+    env, policy = as_device_env(env, "evaluate_host"), as_policy(policy)
     num_envs, quota = _plan(num_episodes, num_envs)
     rounds = int(quota.max())
     limit = rounds * MAX_STEPS_PER_EPISODE if max_steps is None else max_steps
@@ -254,7 +256,7 @@ def evaluate_host(
       >>> result.episode_length.shape, int(result.num_unfinished)
       ((3,), 0)
     """
-    env = as_env(env)
+    env, policy = as_env(env), as_policy(policy)
     if isinstance(env, HostEnvSpec):
         with env.make(_plan(num_episodes, num_envs)[0]) as opened:
             return evaluate_host(
@@ -337,7 +339,7 @@ def _act(
 ) -> tuple[PyTree, PyTree]:
     carry, output = policy.apply(params, carry, obs, is_first)
     distribution = output.distribution
-    return carry, distribution.mode() if deterministic else distribution.sample(key)
+    return carry, distribution.mode() if deterministic else sample(distribution, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

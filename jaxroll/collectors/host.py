@@ -36,6 +36,7 @@ from jaxroll.collectors.episodes import count_episodes
 from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
 from jaxroll.envs.check import check_host_reset, check_host_step
+from jaxroll.networks import as_policy
 from jaxroll.spaces import Space, zeros
 from jaxroll.types import (
     ActorState,
@@ -95,10 +96,10 @@ class HostCollector:
             )
         if max_truncations is not None and max_truncations < 0:
             raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
-        self.envs, self.policy = envs, policy
+        self.envs, self.policy = envs, as_policy(policy)
         self._sequence_length, self._max_truncations = sequence_length, max_truncations
         self._bootstrap = bootstrap
-        self._programs = _programs(policy, deterministic)
+        self._programs = _programs(self.policy, deterministic)
         self._steps_taken = -1  # not reset yet
 
     def init(self, key: jax.Array) -> ActorState:

@@ -37,6 +37,7 @@ from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead, time_limit
 from jaxroll.envs.make import as_device_env
 from jaxroll.minibatches import divisors
+from jaxroll.networks import as_policy
 from jaxroll.types import (
     ActorState,
     Array,
@@ -78,6 +79,7 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
       (8, 4)
     """
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).init(key)")
+    policy = as_policy(policy)
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
     keys = jax.random.split(jax.random.fold_in(key, RESET_FOLD), num_envs)
@@ -166,6 +168,7 @@ def collect(
       ((16, 8, 4), (8,))
     """
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).collect(...)")
+    policy = as_policy(policy)
     length = _checked_length(num_steps, sequence_length, max_truncations)
     rows, value_each_step = _truncation_rows(env, num_steps, max_truncations, bootstrap)
     num_envs = actor.is_first.shape[0]

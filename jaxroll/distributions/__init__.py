@@ -8,7 +8,7 @@ turns it into actions. So a collector draws the noise of a whole rollout at once
 `noise(key, (T,))`, and spends one row per step; `sample(key)` is `sample_with(noise(key))`.
 """
 
-from jaxroll.distributions.base import Distribution
+from jaxroll.distributions.base import Distribution, sample
 from jaxroll.distributions.continuous import DiagonalGaussian, TanhGaussian
 from jaxroll.distributions.discrete import Bernoulli, Categorical, MultiCategorical
 from jaxroll.distributions.fitting import DistributionFor, distribution_for
@@ -22,4 +22,5 @@ __all__ = [
     "MultiCategorical",
     "TanhGaussian",
     "distribution_for",
+    "sample",
 ]

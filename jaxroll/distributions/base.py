@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -42,3 +43,18 @@ class Distribution(Node):
     def kl(self, other: Any) -> Array:
         """[*batch] KL(self ‖ other), for another of the same kind."""
         raise NotImplementedError
+
+
+def sample(distribution: Any, key: jax.Array) -> Any:
+    """One action per batch element, of a `Distribution` or one of distrax or tfp (`seed=`).
+
+    Example:
+      >>> from jaxroll.distributions import Bernoulli
+      >>> sample(Bernoulli(jax.numpy.zeros((8, 2))), jax.random.key(0)).shape
+      (8, 2)
+    """
+    if isinstance(distribution, Distribution):
+        return distribution.sample(key)
+    if "seed" in inspect.signature(distribution.sample).parameters:
+        return distribution.sample(seed=key)
+    return distribution.sample(key)

@@ -3,6 +3,7 @@
 from jaxroll.networks.actor_critic import ActorCritic, ActorCriticPolicy, make_policy
 from jaxroll.networks.base import FunctionPolicy, Policy, check_policy
 from jaxroll.networks.decoupled import DecoupledPolicy, make_decoupled_policy
+from jaxroll.networks.modules import ModulePolicy, as_policy
 from jaxroll.networks.recurrent import Body, Core
 from jaxroll.networks.torsos import MLP, ConvTorso, Dense, Encoder
 
@@ -17,7 +18,9 @@ __all__ = [
     "Dense",
     "Encoder",
     "FunctionPolicy",
+    "ModulePolicy",
     "Policy",
+    "as_policy",
     "check_policy",
     "make_decoupled_policy",
     "make_policy",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll import spaces
+from jaxroll.distributions import sample
 from jaxroll.types import Array, PolicyOutput, PyTree
 
 
@@ -206,7 +207,7 @@ def _check_distribution(distribution: Any, key: Any, batch: int, space: spaces.S
                 f"the policy's distribution must have {choices} choices for {space}, "
                 f"got {logits.shape[-1]} (logits {logits.shape})."
             )
-    action: Any = jax.eval_shape(lambda d, k: d.sample(k), distribution, key)
+    action: Any = jax.eval_shape(sample, distribution, key)
     if isinstance(space, spaces.Dict):
         expected = {name: (batch, *sub.shape) for name, sub in space.items}
         got = jax.tree.map(lambda x: x.shape, action)
