@@ -61,7 +61,10 @@ if TYPE_CHECKING:
         retrace as retrace,
         vtrace as vtrace,
     )
-    from jaxroll.export import export_policy as export_policy
+    from jaxroll.export import (
+        export_policy as export_policy,
+        load_policy as load_policy,
+    )
     from jaxroll.networks import (
         Policy as Policy,
         make_policy as make_policy,
@@ -118,6 +121,7 @@ __all__ = [
     "init_actor",
     "lambda_returns",
     "list_envs",
+    "load_policy",
     "make_env",
     "make_policy",
     "n_step_returns",
@@ -176,7 +180,7 @@ _ROOMS = {
         "TrainState",
     ),
     "jaxroll.config": ("Config",),
-    "jaxroll.export": ("export_policy",),
+    "jaxroll.export": ("export_policy", "load_policy"),
     "jaxroll.sweeps": ("sweep",),
     "jaxroll.trainer": ("DistributedTrainer",),
     "jaxroll.train.history": ("History",),

@@ -1,9 +1,17 @@
-"""A trained policy as a file that runs with JAX alone, without jaxroll and without flax."""
+"""A trained policy as a file that runs with JAX alone, without jaxroll and without flax.
+
+Such a file is a program: whoever runs it trusts whoever wrote it. JAX reads it with parsers that a
+crafted file can crash or keep busy for ever, so `load_policy` compares the digest first: that of a
+second file beside it or, where that could have been changed too, one given by hand. Of custom calls
+(native functions called by name) only those that JAX itself makes are let through.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from jaxroll.checks import check_count, check_flag, check_path
 from jaxroll.distributions import sample
 from jaxroll.parallel import local
 from jaxroll.spaces import zeros
+
+# Custom calls of JAX's own lowering: shardings, random bits, linear algebra.
+_CUSTOM_CALLS = re.compile(
+    r"Sharding|SPMD\w+|shape_assertion|annotate_device_placement|stablehlo\.dynamic_\w+|ApproxTopK"
+    r"|Eigh|Qr|LuDecomposition|ProductOfElementaryHouseholderReflectors"
+    r"|(cu|hip)_(threefry2x32_ffi|lu_pivots_to_permutation)"
+    r"|(lapack|cusolver|hipsolver|cusparse)_\w+_ffi"
+)
+_CALLED = re.compile(r'custom_call\s*@"?([^\s"(]+)|call_target_name = "([^"]*)"')
 
 
 def export_policy(
@@ -27,9 +45,12 @@ def export_policy(
 ) -> Path:
     """Write the policy of a state, its params included, as a serialised `jax.export.Exported`.
 
+    Its digest is written beside it, as path + ".sha256", for `load_policy` and `sha256sum --check`.
     To run it:
 
-        policy = jax.export.deserialize(pathlib.Path("policy.bin").read_bytes())
+        policy = jaxroll.load_policy("policy.bin")
+        # Without jaxroll, and only a file that you wrote:
+        policy = jax.export.deserialize(bytearray(pathlib.Path("policy.bin").read_bytes()))
         actions = policy.call(obs)                          # feed-forward
         actions, carry = policy.call(obs, carry, is_first)  # recurrent
 
@@ -53,15 +74,17 @@ def export_policy(
       >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8)
       >>> state = jax.jit(ppo.init)(jax.random.key(0))
       >>> path = export_policy(ppo, state, tempfile.mkdtemp() + "/policy.bin", platforms=("cpu",))
-      >>> export.deserialize(bytearray(path.read_bytes())).call(jnp.zeros((3, 4))).shape
+      >>> load_policy(path).call(jnp.zeros((3, 4))).shape
       (3,)
     """
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise ImportError(
-            'export needs flatbuffers. Install it with: pip install "jaxroll[export]".'
-        )
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, or None for any, got {batch_size}.")
+    _need_flatbuffers()
+    if not hasattr(agent, "acting_params"):
+        raise TypeError(f"agent must be an agent, such as jaxroll.PPO.create(...), got {agent!r}.")
+    if not hasattr(state, "learner"):
+        raise TypeError(f"state must be the agent's TrainState, got {state!r}.")
+    path, deterministic = check_path("path", path), check_flag("deterministic", deterministic)
+    if batch_size is not None:
+        batch_size = check_count("batch_size", batch_size)
     params = local(agent.acting_params(state.learner))
     policy, space = agent.policy, agent.env.observation_space
     batch = export.symbolic_shape("b")[0] if batch_size is None else batch_size
@@ -101,9 +124,78 @@ def export_policy(
         args.append(jax.ShapeDtypeStruct((), jnp.uint32))
     program = jax.jit(with_carry if recurrent else feed_forward)
     data = export.export(program, platforms=platforms)(*args).serialize()
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    digest = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
+    for file, content in ((_digest_file(path), digest.encode()), (path, data)):
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
     return path
+
+
+def load_policy(path: str | os.PathLike[str], *, sha256: str | None = None) -> export.Exported:
+    """What `export_policy` wrote, after its digest and its custom calls were checked.
+
+    Running it is running a program: load only what you, or someone you trust, wrote.
+
+    Args:
+      path: the file.
+      sha256: its digest in hexadecimal, from where nobody else can change it; None: that in the
+        file beside it, which tells of damage, not of whoever can write both.
+
+    Returns:
+      a `jax.export.Exported`; see `export_policy` for how to call it.
+
+    Example:
+      >>> load_policy("policy.bin")
+      Traceback (most recent call last):
+        ...
+      FileNotFoundError: policy.bin does not exist.
+    """
+    _need_flatbuffers()
+    path = check_path("path", path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist.")
+    beside = _digest_file(path)
+    if sha256 is not None:
+        if not isinstance(sha256, str) or not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+            raise ValueError(f"sha256 must be 64 hexadecimal digits, got {sha256!r}.")
+        wanted = sha256.lower()
+    elif beside.exists():
+        wanted = (beside.read_text("ascii", "replace").split() or [""])[0]
+    else:
+        raise FileNotFoundError(
+            f"{beside} is missing: it has the digest of {path.name}. Copy both files, or give "
+            "load_policy(path, sha256=…) if you know the digest."
+        )
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted:
+        raise ValueError(
+            f"{path} is damaged, or not what was exported: its SHA-256 is {found}, not {wanted}."
+        )
+    try:
+        exported = export.deserialize(bytearray(data))
+        text = exported.mlir_module()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} is not an exported policy: {reason}") from error
+    called = {"".join(names) for names in _CALLED.findall(text)}
+    strange = sorted(name for name in called if not _CUSTOM_CALLS.fullmatch(name))
+    if strange:
+        raise ValueError(
+            f"{path} makes custom calls that are not JAX's own, {', '.join(strange)}: it was not "
+            "written by export_policy, and could run any code."
+        )
+    return exported
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _need_flatbuffers() -> None:
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError(
+            'export needs flatbuffers. Install it with: pip install "jaxroll[export]".'
+        )

@@ -1,5 +1,6 @@
 """An exported policy runs with JAX alone and acts as the agent does."""
 
+import hashlib
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxroll
-from jaxroll.export import export_policy
+from jaxroll.export import export_policy, load_policy
 
 pytest.importorskip("flatbuffers")
 
@@ -94,3 +95,75 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     with pytest.raises(ImportError, match=r"jaxroll\[export\]"):
         export_policy(None, None, tmp_path / "policy.bin")
     assert not list(tmp_path.iterdir())
+
+
+def write(path, data):
+    """A file with a digest that is right."""
+    path.write_bytes(data)
+    path.with_name(path.name + ".sha256").write_text(hashlib.sha256(data).hexdigest())
+    return path
+
+
+def test_a_loaded_policy_acts_as_the_agent_does(tmp_path):
+    agent, state = make()
+    file = export_policy(agent, state, tmp_path / "policy.bin", deterministic=False)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (tmp_path / "policy.bin.sha256").read_text() == f"{digest}  policy.bin\n"
+    policy = load_policy(file)
+    assert policy.call(jnp.zeros((3, 4)), jnp.uint32(0)).shape == (3,)
+    (tmp_path / "policy.bin.sha256").unlink()
+    with pytest.raises(FileNotFoundError, match="Copy both files"):
+        load_policy(file)
+    load_policy(file, sha256=digest.upper())
+
+
+def test_a_damaged_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    file = write(tmp_path / "policy.bin", b"some bytes")
+    file.write_bytes(b"Some bytes")
+    monkeypatch.setattr("jax.export.deserialize", lambda data: pytest.fail("was read"))
+    with pytest.raises(ValueError, match="is damaged, or not what was exported"):
+        load_policy(file)
+    with pytest.raises(ValueError, match="64 hexadecimal digits"):
+        load_policy(file, sha256="abc")
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", bytes(range(256)) * 8])
+def test_a_file_of_something_else_is_named(data, tmp_path):
+    with pytest.raises(ValueError, match="is not an exported policy"):
+        load_policy(write(tmp_path / "policy.bin", data))
+
+
+def test_custom_calls_that_are_not_of_jax_are_refused(tmp_path):
+    def native(x):
+        return jax.ffi.ffi_call("any_native_function", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("any_native_function")]
+    export = jax.export.export(jax.jit(native), platforms=("cpu",), disabled_checks=allowed)
+    file = write(tmp_path / "policy.bin", export(jnp.zeros(3)).serialize())
+    with pytest.raises(ValueError, match="not JAX's own, any_native_function"):
+        load_policy(file)
+
+
+def test_custom_calls_of_jax_pass(tmp_path):
+    exported = jax.export.export(
+        jax.jit(lambda x: jnp.linalg.cholesky(x) + jax.random.normal(jax.random.key(0), (3, 3))),
+        platforms=("cpu", "cuda"),
+    )(jnp.eye(3))
+    assert load_policy(write(tmp_path / "a", exported.serialize())).call(jnp.eye(3)).shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"agent": 3}, "agent must be an agent"),
+        ({"state": None}, "state must be the agent's TrainState"),
+        ({"batch_size": True}, "batch_size must be an integer"),
+        ({"deterministic": "no"}, "deterministic must be True or False"),
+        ({"path": "gs://bucket/policy"}, "path must be a path on this machine"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, tmp_path):
+    agent, state = make()
+    right = {"agent": agent, "state": state, "path": tmp_path / "policy.bin"}
+    with pytest.raises((TypeError, ValueError), match=message):
+        export_policy(**{**right, **arguments})
