@@ -4,6 +4,8 @@ A `Sweep` is an agent whose state has a leading axis [N], one entry for each mem
 loop treats it like any other. Member i draws from the keys of its solo run, so it learns what
 `agent.train(seed=…)` learns, to float tolerance. Only leaves can differ between members: what is
 static selects another program.
+
+(Not `sweep.py`: importing that would put the module where `jaxroll.sweep`, the function, is.)
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -20,12 +22,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxroll import train as train_lib
-from jaxroll.agents.base import TrainState
+from jaxroll.agents.base import DistributedAgent, TrainState
+from jaxroll.checks import check_count, check_seed, unknown_name
 from jaxroll.train.history import History
-from jaxroll.train.text import near_matches
 from jaxroll.types import Array, Node, PyTree
-
-MAX_SEED = 2**31 - 1
 
 
 class Sweep(Node):
@@ -38,14 +38,14 @@ class Sweep(Node):
       [{'learning_rate': 0.001, 'seed': 0}, {'learning_rate': 0.001, 'seed': 1}]
     """
 
-    agent: Any  # swept leaves are [N], the others as they were
+    agent: DistributedAgent  # swept leaves are [N], the others as they were
     seeds: Array  # [N] uint32
     swept: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @classmethod
     def create(
         cls,
-        agent: Any,
+        agent: DistributedAgent,
         *,
         seeds: int | Iterable[int] = (0,),
         hyperparameters: Mapping[str, Sequence[Any]] | None = None,
@@ -57,13 +57,17 @@ class Sweep(Node):
           seeds: of the members; a number n stands for 0 … n − 1.
           hyperparameters: name → values, for names of leaves.
         """
+        if not isinstance(agent, DistributedAgent):
+            raise TypeError(
+                f"agent must be an agent, as jaxroll.PPO.create makes one; got {agent!r}."
+            )
         if agent.is_host:
             raise TypeError(
                 f"{agent.env} runs on the host, and a sweep is one program on the device. Train "
                 "the members one after the other: agent.train(n, seed=0), agent.train(n, seed=1)."
             )
         seeds = _check_seeds(seeds)
-        values = _check_values(agent, hyperparameters or {})
+        values = _check_values(agent, {} if hyperparameters is None else hyperparameters)
         grid = list(itertools.product(*values.values()))
         columns = {
             name: np.repeat(np.asarray([point[i] for point in grid], np.float32), len(seeds))
@@ -196,7 +200,7 @@ class SweepResult:
         the better question where it matters.
         """
         if name not in self.history:
-            raise KeyError(f"no column {name!r}. {near_matches(name, self.history.names)}")
+            raise KeyError(unknown_name("column", name, self.history.names, "the history"))
         last = [self.history.select(**columns).last(name) for columns in self.members]
         if all(math.isnan(x) for x in last):
             raise ValueError(f"no member has a value of {name!r} yet: train for longer.")
@@ -204,12 +208,12 @@ class SweepResult:
 
 
 def sweep(
-    agent: Any,
+    agent: DistributedAgent,
     num_train_steps: int,
     *,
     seeds: int | Iterable[int] = (0,),
     hyperparameters: Mapping[str, Sequence[Any]] | None = None,
-    nonfinite: Any = "skip",
+    nonfinite: Literal["stop", "skip"] = "skip",
     **options: Any,
 ) -> SweepResult:
     """Train N seeds, or a grid of hyperparameters, in one compiled program.
@@ -219,8 +223,8 @@ def sweep(
       num_train_steps: environment steps of each member.
       seeds: of the members; a number n stands for 0 … n − 1.
       hyperparameters: name → values; every combination is a member, with every seed.
-      nonfinite: as in `train_lib.train`; here one member's bad gradient does not stop the others.
-      **options: of `train_lib.train`: log_interval, eval_interval, checkpoint_dir, progress, …
+      nonfinite: as in `jaxroll.train.train`; one member's bad gradient does not stop the others.
+      **options: of `jaxroll.train.train`: log_interval, eval_interval, checkpoint_dir, progress, …
 
     Example:
       >>> import jaxroll
@@ -240,34 +244,39 @@ def _shown(value: Any) -> float | None:
     return float(str(value)) if np.isfinite(value) else None
 
 
-def _check_seeds(seeds: Any) -> list[int]:
-    seeds = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0 or max(seeds) > MAX_SEED:
+def _check_seeds(seeds: int | Iterable[int]) -> list[int]:
+    is_many = np.iterable(seeds) and not isinstance(seeds, str | bytes)
+    given: Any = seeds if is_many else range(check_count("seeds", seeds))
+    numbers = [check_seed("seeds", seed) for seed in given]
+    if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"seeds must be one or more different numbers from 0 to {MAX_SEED}, got {seeds}. Use "
-            "seeds=8 for 0 … 7."
+            f"seeds must be one or more different numbers, got {numbers}. Use seeds=8 for 0 … 7."
         )
-    return seeds
+    return numbers
 
 
-def _check_values(agent: Any, given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def _check_values(
+    agent: DistributedAgent, given: Mapping[str, Sequence[Any]]
+) -> dict[str, list[Any]]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"hyperparameters must map names to lists of values, got {given!r}. Use "
+            'hyperparameters={"learning_rate": [1e-3, 3e-4]}.'
+        )
     known = agent.hyperparameters()
     leaves = [name for name, h in known.items() if not h.is_static]
-    checked = {}
     for name, values in given.items():
         if name not in known:
-            raise ValueError(
-                f"{agent.name} has no hyperparameter {name!r}. {near_matches(name, leaves)}"
-            )
+            raise ValueError(unknown_name("hyperparameter", name, leaves, agent.name))
         if known[name].is_static:
             raise ValueError(
                 f"{name} selects another program, so it cannot differ within a sweep. Sweep over "
                 f"leaves ({', '.join(leaves)}), or make a sweep for each value of {name}."
             )
-        if isinstance(values, str) or not np.iterable(values) or not len(list(values)):
+        is_list = np.iterable(values) and not isinstance(values, str | bytes) and len(values)
+        if not is_list or any(np.iterable(value) for value in values):
             raise ValueError(
-                f"a sweep needs a list of values for {name}, got {values!r}. Use "
+                f"a sweep needs a list of single values for {name}, got {values!r}. Use "
                 f"hyperparameters={{{name!r}: [a, b]}}."
             )
-        checked[name] = [known[name].check(value) for value in values]
-    return checked
+    return {name: [known[name].check(x) for x in values] for name, values in given.items()}

@@ -39,7 +39,7 @@ CEILINGS = {
     "learner": (118, 192),
     "collect": (51, 219),
     "envs": (51, 108),
-    "checkpoint": (15, 56),
+    "checkpoint": (0, 0),
     "report": (0, 0),
     "loop": (14, 53),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -83,7 +84,7 @@ def test_best_looks_at_the_last_value_of_each_member(grid):
     ]
     scored = dataclasses.replace(grid, history=History(rows))
     assert scored.best("score") == 2
-    with pytest.raises(KeyError, match='Did you mean "score"'):
+    with pytest.raises(KeyError, match="Did you mean 'score'"):
         scored.best("scor")
 
 
@@ -126,17 +127,22 @@ def test_every_agent_can_be_swept(name):
     ("options", "message"),
     [
         ({"hyperparameters": {"num_steps": [8, 16]}}, "num_steps selects another program"),
-        ({"hyperparameters": {"learning_rat": [1.0]}}, 'Did you mean "learning_rate"'),
+        ({"hyperparameters": {"learning_rat": [1.0]}}, "Did you mean 'learning_rate'"),
         ({"hyperparameters": {"learning_rate": [1.0, -1.0]}}, "learning_rate must be > 0, got -1"),
-        ({"hyperparameters": {"learning_rate": 1e-3}}, "a list of values for learning_rate"),
-        ({"hyperparameters": {"learning_rate": []}}, "a list of values for learning_rate"),
+        ({"hyperparameters": {"learning_rate": 1e-3}}, "a list of single values for learning_rate"),
+        ({"hyperparameters": {"learning_rate": []}}, "a list of single values for learning_rate"),
+        ({"hyperparameters": {"learning_rate": "12"}}, "a list of single values for learning_rate"),
+        ({"hyperparameters": {"learning_rate": [[1.0, 2.0]]}}, "a list of single values"),
+        ({"hyperparameters": "learning_rate"}, "hyperparameters must map names to lists"),
         ({"seeds": []}, "seeds must be"),
+        ({"seeds": "12"}, "seeds must be an integer, got '12'"),
+        ({"seeds": True}, "seeds must be an integer, got True"),
         ({"seeds": [1, 1]}, "seeds must be"),
         ({"seeds": [-1]}, "seeds must be"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Sweep.create(make_ppo(), **options)
 
 
@@ -145,3 +151,27 @@ def test_host_environments_are_refused():
     agent = jaxroll.PPO.create("gymnasium:CartPole-v1", **SMALL)
     with pytest.raises(TypeError, match="runs on the host"):
         Sweep.create(agent, seeds=2)
+
+
+def test_only_agents_can_be_swept():
+    with pytest.raises(TypeError, match=r"agent must be an agent, .* got 3"):
+        Sweep.create(3)
+
+
+class Adaptive(jaxroll.PPO):
+    """PPO with a coefficient of its own, which each update moves by the learning rate."""
+
+    def init_extras(self, params):
+        return {"coef": jnp.ones(())}
+
+    def update(self, state, rollouts, **options):
+        state, metrics = super().update(state, rollouts, **options)
+        extras = {"coef": state.learner.extras["coef"] * (1 + self.learning_rate)}
+        return state.replace(learner=state.learner.replace(extras=extras)), metrics
+
+
+def test_state_of_an_algorithms_own_is_swept():
+    agent = Adaptive.create("CartPole-v1", **SMALL)
+    rates = {"learning_rate": [0.5, 0.25]}
+    result = sweep(agent, 64, hyperparameters=rates, **OPTIONS)
+    np.testing.assert_allclose(result.states.learner.extras["coef"], [1.5**2, 1.25**2])

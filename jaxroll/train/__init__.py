@@ -8,7 +8,7 @@ _HOME = {
     "History": "history",
     "JsonlLogger": "logging",
     "Loggers": "logging",
-    "NonFiniteError": "loop",
+    "NonFiniteError": "evaluation",
     "Progress": "progress",
     "TensorBoardLogger": "logging",
     "best_checkpoint": "states",

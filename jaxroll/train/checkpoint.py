@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxroll.checks import check_choice, check_count, check_path
+from jaxroll.checks import check_choice, check_count, check_flag, check_path
 from jaxroll.train import step_files
 from jaxroll.train.step_files import (
     MANIFEST,
@@ -124,7 +124,6 @@ class Checkpointer:
         self._num_reported = 0
         self._damaged: set[int] = set()  # found by restore; they count for nothing when pruning
         self._run = ""
-        self._is_made = False  # whether this object has seen its directory
         # The same on every process, since all make and use their checkpointers alike.
         self._tags = (f"run/{i}/{n}" for i in [next(_COUNTER)] for n in itertools.count())
 
@@ -159,14 +158,6 @@ class Checkpointer:
         self.wait()
         scores = {name: float(value) for name, value in (metrics or {}).items()}
         snapshot = _snapshot(state, {} if config is None else config, step, scores)
-        if self._is_made and not self.directory.is_dir():
-            warnings.warn(
-                f"{self.directory} was deleted while it was in use. It is made anew with step "
-                f"{step}; everything that was in it is lost.",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-            self._is_made = False
         _finish_before_the_end()
         _UNDER_WAY.add(self)
         self._thread = threading.Thread(
@@ -191,7 +182,6 @@ class Checkpointer:
                 f"no checkpoint can be saved in {self.directory}: {error}. Make it a directory "
                 "that can be written to, or choose another."
             ) from error
-        self._is_made = True
 
     def wait(self) -> bool:
         """Wait for the save under way; whether everything since the last report went well.
@@ -218,7 +208,6 @@ class Checkpointer:
                     self.errors.append(error)
                     return
                 time.sleep(self._retry_seconds * 2**attempt)
-        self._is_made = True
         self._damaged.discard(step)
         try:
             _together(f"{tag}/prune", lambda: self._prune(step), primary_only=True)
@@ -229,11 +218,14 @@ class Checkpointer:
 
     def _own_run(self) -> str:
         """The name of the run whose steps are here; written down with the first."""
+        path = self.directory / RUN_ID
+        if self._run and not path.exists():
+            text = f"{self.directory} was deleted while it was in use: the steps in it are lost"
+            self.errors.append(CheckpointError(text))
         if not self._run:
             steps = self.steps()
             last: str = self._open(steps[-1])[1]["run"] if steps else ""
             self._run = _run_in(self.directory) or last or uuid.uuid4().hex
-        path = self.directory / RUN_ID
         if not path.exists():
             new = path.with_name(RUN_ID + WRITING)
             new.write_text(self._run + "\n")
@@ -388,6 +380,7 @@ def save_pytree(
       ({'w': array([0, 1, 2])}, {'network': 'mlp'})
     """
     path = check_path("path", path)
+    check_flag("overwrite", overwrite)
     tag = f"single/{next(_COUNTER)}"
 
     def check() -> None:

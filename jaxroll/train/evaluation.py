@@ -16,6 +16,11 @@ from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.train.preflight import as_eval_env
 
+
+class NonFiniteError(FloatingPointError):
+    """A gradient or the params were not finite; a gradient that is not is never applied."""
+
+
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1
 
@@ -73,6 +78,12 @@ def evaluate_with_key(
     env = agent.env if env is None else as_env(env)
     acting = agent.acting_params(state.learner)
     params = parallel.local(acting)
+    is_finite = np.asarray(_finite(params, key.ndim))
+    if not is_finite.any():
+        raise NonFiniteError(
+            "the params are not finite, so that their episodes would say nothing. Load an earlier "
+            "checkpoint."
+        )
     options = {"num_episodes": num_episodes, "deterministic": deterministic}
     if isinstance(env, HostEnv | HostEnvSpec):
         result = _evaluate_on_host(env, agent.policy, params, key, **options)
@@ -84,8 +95,6 @@ def evaluate_with_key(
             params, key = parallel.place((params, key), mesh, PartitionSpec())
         result = _evaluate(env, agent.policy, params, key, **options, mesh=mesh)
     is_complete = np.asarray(result.is_complete)
-    returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
-    lengths = np.asarray(result.episode_length)
     if not is_complete.all():
         warnings.warn(
             f"{is_complete.size - is_complete.sum()} of {is_complete.size} episodes did not end, "
@@ -93,6 +102,12 @@ def evaluate_with_key(
             "environment a time limit.",
             stacklevel=3,
         )
+    if not is_finite.all():
+        bad = np.flatnonzero(~is_finite).tolist()
+        warnings.warn(f"the params of members {bad} are not finite: no returns.", stacklevel=3)
+        is_complete = is_complete & is_finite[:, None]
+    returns = np.where(is_complete, np.asarray(result.episode_return), np.float32(np.nan))
+    lengths = np.asarray(result.episode_length)
     return {
         **episode_means(returns, lengths, is_complete),
         "episode_returns": returns,
@@ -100,6 +115,14 @@ def evaluate_with_key(
         "is_complete": is_complete,
         "num_episodes": int(num_episodes),
     }
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _finite(params: Any, num_axes: int) -> Any:
+    """Whether all numbers are finite; with a first axis of members, for each of them."""
+    numbers = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = [jnp.isfinite(x).all(tuple(range(num_axes, x.ndim))) for x in numbers]
+    return functools.reduce(jnp.logical_and, finite, True)
 
 
 def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any]:

@@ -79,6 +79,21 @@ class RunLock:
             os.pwrite(file, json.dumps(text).encode(), 0)
         return self
 
+    def renew(self) -> bool:
+        """Take the lock again if its file was deleted; whether it was.
+
+        With the file goes the lock: another process may have taken the directory since, which is a
+        `LockedError`.
+        """
+        if self._file is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return False
+        self.release()
+        self.acquire()
+        return True
+
     def release(self) -> None:
         """Give the lock back. The file stays: deleted, it could be locked twice, as two files."""
         if self._file is not None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.counts import count_value
 from jaxroll.train.checkpoint import Checkpointer
-from jaxroll.train.evaluation import evaluation_columns
+from jaxroll.train.evaluation import NonFiniteError, evaluation_columns
 from jaxroll.train.history import History
 from jaxroll.train.lock import RunLock
 from jaxroll.train.logging import make_loggers
@@ -44,10 +44,6 @@ from jaxroll.train.states import BEST_KEY, describe, policy_of
 SECONDS_BETWEEN_SAVES = 300.0
 # Why a run ends before its steps are done; the later goes before the earlier.
 STOPS = (None, "time_budget", "callback", "target_return", "SIGINT", "SIGHUP", "SIGTERM")
-
-
-class NonFiniteError(FloatingPointError):
-    """A gradient was not finite; the params are those from before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +125,8 @@ def train(
         never applied.
       progress: "auto", "bar", "lines" or "silent".
       config: saved with each checkpoint, beside the agent's hyperparameters.
-      on_begin: called once, on process 0, when the directory is this run's: locked and, where there
-        is something to restore, restored.
+      on_begin: called on process 0 when the directory is this run's: locked and, where there is
+        something to restore, restored. Again if the directory was deleted meanwhile.
       on_signal: after Ctrl-C, SIGTERM or SIGHUP the run is saved, and "exit" raises
         `KeyboardInterrupt` or `SystemExit`, so that a script ends; "return" returns as at any other
         stop. Ctrl-C in an interactive session returns.
@@ -170,7 +166,7 @@ def train(
     history = History()
     members = getattr(agent, "members", None)  # several runs in one program have columns here
     with contextlib.ExitStack() as stack:
-        checkpointer = None
+        checkpointer = lock = None
         if checkpoint_dir is not None:
             checkpoint_dir = Path(checkpoint_dir)
             checkpointer = Checkpointer(
@@ -179,7 +175,7 @@ def train(
                 keep_best=keep_best,
                 best_key=BEST_KEY,
             )
-            _claim(stack, checkpoint_dir, checkpointer, resume)
+            lock = _claim(stack, checkpoint_dir, checkpointer, resume)
             stack.callback(checkpointer.wait)
         restores = resume and checkpointer is not None and has_steps(checkpointer.directory)
         if is_primary and not restores:
@@ -218,6 +214,8 @@ def train(
         def save(iteration: int, row: dict[str, Any]) -> None:
             if checkpointer is None:
                 return
+            if lock is not None and lock.renew():
+                on_begin()  # the directory was deleted: the config comes back
             if logger is not None:
                 logger.sync()  # no checkpoint counts a row that a power cut may take
             checkpointer.save(
@@ -344,15 +342,17 @@ def _last_words(
 
 def _claim(
     stack: contextlib.ExitStack, directory: Path, checkpointer: Checkpointer, resume: bool
-) -> None:
+) -> RunLock | None:
     """Make a directory this run's, for as long as the stack; raise where it cannot be that."""
     if resume:
         check_resumable(directory)
+    lock = None
     if jax.process_index() == 0:
-        stack.enter_context(RunLock(directory))
+        lock = stack.enter_context(RunLock(directory))
         checkpointer.check_writable()
     if not resume:
         check_new(directory)
+    return lock
 
 
 def _begin(

@@ -49,12 +49,8 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> Options:
             "give either state, which holds a policy, or init_model_path, not both. To put another "
             "policy into a state: state.replace(learner=state.learner.replace(params=…))."
         )
-    if state is not None and not (hasattr(state, "learner") and hasattr(state, "actors")):
-        raise TypeError(
-            f"state must be a TrainState, as agent.init, train and load give it; got a "
-            f"{type(state).__name__}. For params alone use init_model_path."
-        )
     if state is not None:
+        check_is_state(state, " For params alone use init_model_path.")
         check_state(agent, state)
     if not callable(options["on_begin"]):
         raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
@@ -62,6 +58,15 @@ def check_options(agent: Any, options: Mapping[str, Any]) -> Options:
         as_json("config", config)
     as_eval_env(agent, options["eval_env"], "eval_env")
     return checked
+
+
+def check_is_state(state: Any, hint: str = "") -> None:
+    """Raise `TypeError` unless it is a whole state."""
+    if not (hasattr(state, "learner") and hasattr(state, "actors")):
+        raise TypeError(
+            f"state must be a TrainState, as agent.init, train and load give it; got a "
+            f"{type(state).__name__}.{hint}"
+        )
 
 
 def check_state(agent: Any, state: Any) -> None:

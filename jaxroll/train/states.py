@@ -9,12 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll.train.checkpoint import (
-    Checkpointer,
-    NoCheckpointError,
-    load_pytree,
-    save_pytree,
-)
+from jaxroll.checks import check_path
+from jaxroll.train.checkpoint import Checkpointer, NoCheckpointError, load_pytree, save_pytree
+from jaxroll.train.preflight import check_is_state
 from jaxroll.train.programs import make_program
 
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
@@ -45,19 +42,22 @@ def _as_text(value: Any) -> Any:
 
 def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:
     """Write a state to a directory of its own, verified when it is loaded."""
+    check_is_state(state)
     save_pytree(path, {"state": state}, describe(agent), overwrite=overwrite)
 
 
 def load(agent: Any, path: str | Path) -> Any:
     """The state that `save`, or a run, wrote; another architecture is an error that says where."""
-    like = jax.eval_shape(agent.init, jax.random.key(0)) if not agent.is_host else None
-    if like is None:
+    source = _checkpoints_in(check_path("path", path))
+    if not agent.is_host:
+        like = jax.eval_shape(agent.init, jax.random.key(0))
+    else:
         program = make_program(agent, None, "fast")
         try:
             like = program.init(0)
         finally:
             program.close()
-    return load_pytree(_checkpoints_in(path), like, subtree="state")[0]
+    return load_pytree(source, like, subtree="state")[0]
 
 
 def best_checkpoint(directory: str | Path) -> Path:

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,3 +101,15 @@ def test_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot write to the run directory") as error:
         RunLock(tmp_path / "file" / "run").acquire()
     assert isinstance(error.value.__cause__, OSError)
+
+
+def test_lock_whose_directory_was_deleted_is_taken_again_unless_another_has_it(tmp_path):
+    with RunLock(tmp_path / "run") as lock:
+        assert not lock.renew()
+        shutil.rmtree(tmp_path / "run")
+        assert lock.renew()
+        with pytest.raises(LockedError):
+            RunLock(tmp_path / "run").acquire()
+        shutil.rmtree(tmp_path / "run")
+        with RunLock(tmp_path / "run"), pytest.raises(LockedError, match="is in use by"):
+            lock.renew()

@@ -249,11 +249,11 @@ def test_full_disk_is_named_and_the_step_before_stays(small_disk):
 
 def test_directory_deleted_while_in_use_is_said_and_made_anew(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run")
-    checkpointer.check_writable()
+    assert save_and_wait(checkpointer, 1, STATE)
     shutil.rmtree(tmp_path / "run")
     with pytest.warns(CheckpointWarning, match="was deleted while it was in use"):
-        save_and_wait(checkpointer, 1, STATE)
-    assert Checkpointer(tmp_path / "run").restore(STATE).step == 1
+        save_and_wait(checkpointer, 2, STATE)
+    assert Checkpointer(tmp_path / "run").restore(STATE).step == 2
 
 
 def test_disk_that_is_full_at_the_start_is_named(small_disk):

@@ -11,7 +11,7 @@ import pytest
 from jaxroll import DistributedTrainer, collectors, make_env, parallel, spaces
 from jaxroll.envs import autoreset
 from jaxroll.sweeps import Sweep, SweepResult
-from jaxroll.train import History, evaluation
+from jaxroll.train import History, NonFiniteError, evaluation
 from tests.agents.agent_toys import CLOCK, DRIFT, init, small
 
 
@@ -156,3 +156,22 @@ def test_a_state_on_several_devices_is_evaluated_on_all_of_them(monkeypatch):
     )
     assert seen == [None, 2]
     assert spread == pytest.approx(alone)
+
+
+def test_params_that_are_not_finite_are_not_evaluated():
+    agent = small("ppo", DRIFT)
+    state = agent.init(jax.random.key(0))
+    params = jax.tree.map(lambda x: x * jnp.nan, state.learner.params)
+    broken = state.replace(learner=state.learner.replace(params=params))
+    with pytest.raises(NonFiniteError, match="the params are not finite"):
+        agent.eval(broken, 4)
+
+
+def test_member_whose_params_are_not_finite_has_no_return():
+    members = Sweep.create(small("ppo", DRIFT), seeds=2)
+    states = members.init(jax.random.key(0))
+    params = jax.tree.map(lambda x: x.at[1].set(jnp.inf), states.learner.params)
+    states = states.replace(learner=states.learner.replace(params=params))
+    with pytest.warns(UserWarning, match=r"members \[1\] are not finite"):
+        rows = SweepResult(members, states, History()).eval(4)
+    assert [np.isnan(row["episode_return"]) for row in rows] == [False, True]

@@ -8,10 +8,12 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -325,6 +327,63 @@ def test_a_full_disk_takes_neither_rows_nor_checkpoints_and_the_run_goes_on(
     assert "a row of metrics could not be written" in text
     assert "could not save" in text
     assert same_run(whole, tmp_path / "run", ppo)
+
+
+def test_a_directory_deleted_while_running_comes_back_and_the_run_says_so(
+    ppo, train, whole, tmp_path
+):
+    run = tmp_path / "run"
+
+    def delete(event):
+        if event.step == 96:
+            shutil.rmtree(run, ignore_errors=True)
+
+    def config():
+        (run / "config.toml").write_text("mine")
+
+    with pytest.warns((CheckpointWarning, LogWarning)) as warned:
+        train(192, run, callbacks=[delete], on_begin=config)
+    text = "\n".join(str(warning.message) for warning in warned)
+    assert "checkpoints was deleted while it was in use" in text
+    assert "metrics.jsonl was deleted while the run wrote it" in text
+    assert (run / "config.toml").read_text() == "mine"
+    with pytest.raises(FileExistsError):
+        train(64, run)
+    assert same_run(whole, run, ppo)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))]
+)
+def test_a_run_whose_writes_fail_now_and_then_says_so_or_is_whole(
+    ppo, train, whole, tmp_path, seed, monkeypatch
+):
+    draw, failures = random.Random(seed), []
+
+    def sometimes(function):
+        def write(*args, **kwargs):
+            if draw.random() < 0.1:
+                failures.append(function.__name__)
+                raise OSError(draw.choice([errno.EIO, errno.ENOSPC]), "injected")
+            return function(*args, **kwargs)
+
+        return write
+
+    with warnings.catch_warnings(record=True) as warned, monkeypatch.context() as patch:
+        warnings.simplefilter("always")
+        for name in ("write", "fsync", "replace", "rename"):
+            patch.setattr(os, name, sometimes(getattr(os, name)))
+        try:
+            train(192, tmp_path / "run", loggers="csv")
+        except (OSError, CheckpointError):
+            return  # before anything was trained
+    assert failures
+    try:
+        is_same = same_run(whole, tmp_path / "run", ppo)
+    except (AssertionError, CheckpointError):
+        is_same = False
+    told = [x for x in warned if issubclass(x.category, CheckpointWarning | LogWarning)]
+    assert told or is_same
 
 
 def damage(step):
