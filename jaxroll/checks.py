@@ -252,7 +252,7 @@ def _as_integer(name: str, value: Any) -> int:
 
     is_whole = isinstance(value, np.integer)
     if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
-        is_whole = np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"
+        is_whole = value.shape == () and jax.numpy.issubdtype(value.dtype, np.integer)
     if not is_whole and not (isinstance(value, float) and value.is_integer()):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     return int(value)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxroll.minibatches import MinibatchPlan
 from jaxroll.optimizers import apply_gradient, flatten
+from jaxroll.storages.minibatches import MinibatchPlan
 from jaxroll.types import Array, PyTree
 from jaxroll.varying import replicate, vary_as
 

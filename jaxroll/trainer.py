@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax
 
 from jaxroll import parallel, train as train_lib
+from jaxroll.checks import divisors
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
-from jaxroll.minibatches import divisors
 from jaxroll.sweeps import Sweep
 from jaxroll.train.history import History
 from jaxroll.train.preflight import as_eval_env, check_budget

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from lowered import PLATFORMS, lower
 
 import jaxroll
-from jaxroll import minibatches
+from jaxroll.storages import minibatches
 
 T, B = 16, 8
 SMALL: dict[str, dict[str, Any]] = {

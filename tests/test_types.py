@@ -154,7 +154,7 @@ def test_a_repr_of_ones_own_is_kept():
     ],
 )
 def test_help_describes_every_field(name):
-    modules = ("types", "storages", "minibatches", "agents.base")
+    modules = ("types", "storages", "storages.minibatches", "agents.base")
     modules = [importlib.import_module(f"jaxroll.{module}") for module in modules]
     kind = next(getattr(module, name) for module in modules if hasattr(module, name))
     for field in dataclasses.fields(kind):

@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec
 
 from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
+from jaxroll.checks import divisors
 from jaxroll.counts import count_add, count_float, count_zero
 from jaxroll.distributions import sample
 from jaxroll.export import export_policy
 from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
 from jaxroll.metrics import Mean, Sum
-from jaxroll.minibatches import divisors
 from jaxroll.normalizers import (
     NormalizedParams,
     NormalizedPolicy,

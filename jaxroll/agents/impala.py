@@ -26,10 +26,10 @@ from jaxroll import estimators, losses
 from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.checks import divisors
 from jaxroll.envs import time_limit
 from jaxroll.learners import Reduction, gradient, map_actors
 from jaxroll.metrics import Last, Mean, Sum
-from jaxroll.minibatches import divisors
 from jaxroll.optimizers import apply_gradient, clipped_rmsprop
 from jaxroll.storages import DistributedStorage, Unrolls
 from jaxroll.types import ActorState, Array, PyTree, Rollout

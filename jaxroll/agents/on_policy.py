@@ -17,6 +17,7 @@ from jaxroll import estimators, losses
 from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, LearnerState, TrainState
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.checks import divisors
 from jaxroll.learners import (
     Reduction,
     map_actors,
@@ -24,7 +25,6 @@ from jaxroll.learners import (
     sum_actors,
 )
 from jaxroll.metrics import Last, Mean, Sum
-from jaxroll.minibatches import divisors
 from jaxroll.optimizers import clipped_adam
 from jaxroll.storages import RolloutStorage, Storage
 from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxroll.checks import divisors
 from jaxroll.distributions import sample
-from jaxroll.minibatches import divisors
 from jaxroll.types import ActorState, Array, PyTree
 
 # Values after the steps: so many rows at a time at most, of so many numbers.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxroll.checks import divisors
 from jaxroll.collectors.batched import (
     action_draws,
     steps_together,
@@ -36,7 +37,6 @@ from jaxroll.collectors.episodes import count_episodes
 from jaxroll.distributions import Distribution
 from jaxroll.envs.base import draw as draw_ahead, time_limit
 from jaxroll.envs.make import as_device_env
-from jaxroll.minibatches import divisors
 from jaxroll.networks import as_policy
 from jaxroll.types import (
     ActorState,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.checks import unknown_name
-from jaxroll.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.types import Array, Node, PyTree, as_leaf, has_data, path_name, tree_nbytes
 
 
@@ -93,7 +93,7 @@ class Storage(Node, abc.ABC):
         sequence_length: int | None = None,
         remainder: Remainder = "error",
     ) -> MinibatchPlan:
-        """Which rows go into which minibatch; see `jaxroll.minibatches.plan`."""
+        """Which rows go into which minibatch; see `jaxroll.storages.minibatches.plan`."""
 
     @abc.abstractmethod
     def minibatch(self, row: MinibatchPlan) -> Any:
@@ -175,16 +175,15 @@ class Storage(Node, abc.ABC):
     def generate_batches(
         self,
         key: jax.Array | None = None,
-        *,
         num_mini_batch: int | None = None,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        shuffle: bool = True,
-        by: By | None = None,
-        sequence_length: int | None = None,
-        remainder: Remainder = "error",
+        **options: Any,
     ) -> Batches:
         """Minibatches for all epochs: iterate over them in Python, or `.scan` them inside jit.
+
+        Args:
+          key: for the shuffle.
+          num_mini_batch: M.
+          options: the other arguments of `plan`.
 
         Example:
           >>> from jaxroll import RolloutStorage, Transition
@@ -195,17 +194,7 @@ class Storage(Node, abc.ABC):
           >>> len(batches), {batch.transition.obs.shape for batch in batches}
           (6, {(4, 3)})
         """
-        row_plan = self.plan(
-            key,
-            num_mini_batch=num_mini_batch,
-            mini_batch_size=mini_batch_size,
-            num_epochs=num_epochs,
-            shuffle=shuffle,
-            by=by,
-            sequence_length=sequence_length,
-            remainder=remainder,
-        )
-        return Batches(self, row_plan)
+        return Batches(self, self.plan(key, num_mini_batch=num_mini_batch, **options))
 
     def reset(self) -> Self:
         """Empty, and all counters 0."""

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll import minibatches
-from jaxroll.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.storages.base import Batches, Storage, allocate, check_like
+from jaxroll.checks import divisors
+from jaxroll.storages.base import Storage, allocate, check_like
+from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.types import Array, Node, PyTree, Transition
 from jaxroll.varying import vary_as
 
@@ -134,7 +134,7 @@ class DistributedStorage(Storage, kw_only=True):
                 raise ValueError(
                     f"num_storages must be a multiple of {name} = {number}, got {num_storages}. "
                     f"Use num_storages={-(-num_storages // max(number, 1)) * max(number, 1)}, or a "
-                    f"{name} out of {minibatches.divisors(num_storages)}."
+                    f"{name} out of {divisors(num_storages)}."
                 )
         if num_steps < 1 or max_truncations < 0:
             raise ValueError(
@@ -357,12 +357,6 @@ class DistributedStorage(Storage, kw_only=True):
         slots = (self.counters_.read + offset) % self.num_storages
         shape = (count, self.batch_size)
         return MinibatchPlan(slots.reshape(shape), weights.reshape(shape))
-
-    def generate_batches(
-        self, key: jax.Array | None = None, *, shuffle: bool = False, **options: Any
-    ) -> Batches:
-        """As in every storage, but in order: `shuffle` is False by default and must be."""
-        return super().generate_batches(key, shuffle=shuffle, **options)
 
     def minibatch(self, row: MinibatchPlan) -> Unrolls:
         """The unrolls in the slots that `row` names."""

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll import estimators, minibatches
-from jaxroll.minibatches import By, MinibatchPlan, Remainder
+from jaxroll import estimators
+from jaxroll.checks import divisors
+from jaxroll.storages import minibatches
 from jaxroll.storages.base import Storage, allocate, check_like, is_concrete
-from jaxroll.types import Array, Minibatch, PyTree, Targets, Transition, as_leaf
+from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.types import Array, Minibatch, PyTree, Rollout, Targets, Transition, as_leaf
 from jaxroll.varying import vary_as
 
 _STALE = -2  # targets_at once a hyperparameter of the targets was changed
@@ -118,7 +120,7 @@ class RolloutStorage(Storage, kw_only=True):
         if length < 1 or num_steps % length:
             raise ValueError(
                 f"sequence_length must divide num_steps = {num_steps}, got {length}. "
-                f"Use one of {minibatches.divisors(num_steps)}."
+                f"Use one of {divisors(num_steps)}."
             )
         _check_rows(example, next(iter(batch)))
         streams = _streams(example)
@@ -141,6 +143,40 @@ class RolloutStorage(Storage, kw_only=True):
             episodic=None if episodic is None else _per_stream("episodic", episodic, streams),
             sequence_length=sequence_length,
         )
+
+    @classmethod
+    def from_rollout(cls, rollout: Rollout, **options: Any) -> Self:
+        """A full storage with the targets of what `jaxroll.collect` returned.
+
+        Args:
+          rollout: of T steps; sequences are as long as those whose carries it holds.
+          options: as of `create`, such as discount and gae_lambda.
+
+        Example:
+          >>> import jaxroll
+          >>> env = jaxroll.make_env("CartPole-v1")
+          >>> policy = jaxroll.make_policy(env.observation_space, env.action_space)
+          >>> def storage(key):
+          ...     actor = jaxroll.init_actor(env, policy, key, num_envs=8)
+          ...     params = policy.init(key, actor.obs)
+          ...     actor, rollout = jaxroll.collect(env, policy, params, actor, num_steps=16)
+          ...     return RolloutStorage.from_rollout(rollout, discount=0.99)
+          >>> jax.eval_shape(storage, jax.random.key(0)).targets.returns.shape
+          (16, 8)
+        """
+        if not isinstance(rollout, Rollout):
+            raise TypeError(
+                f"rollout must be a jaxroll.Rollout, got {type(rollout).__name__}. Use "
+                f"{cls.__name__}.create(...).insert_data_slice(trajectory) for other data."
+            )
+        data, carries = rollout.transition, rollout.initial_carry
+        num_steps = data.terminated.shape[0]
+        if jax.tree.leaves(carries):
+            options["initial_carry"] = jax.tree.map(lambda x: x[0], carries)
+            num_sequences = jax.tree.leaves(carries)[0].shape[0]
+            options["sequence_length"] = num_steps // num_sequences if num_sequences > 1 else None
+        storage = cls.create(jax.tree.map(lambda x: x[0], data), num_steps, **options)
+        return storage.insert_data_slice(data, carries).before_gradients(rollout.last_value)
 
     # Sizes, read off the shapes.
 
@@ -343,7 +379,7 @@ class RolloutStorage(Storage, kw_only=True):
         sequence_length: int | None = None,
         remainder: Remainder = "error",
     ) -> MinibatchPlan:
-        """Which rows go into which minibatch; see `jaxroll.minibatches.plan`.
+        """Which rows go into which minibatch; see `jaxroll.storages.minibatches.plan`.
 
         With a carry or a `sequence_length`, rows are sequences unless `by` says otherwise.
         """
@@ -417,11 +453,6 @@ class RolloutStorage(Storage, kw_only=True):
 
         All minibatches at once in memory; agents scan `plan` instead.
         """
-        if isinstance(key, int):
-            raise TypeError(
-                f"sample(key, num_mini_batch) takes the key first, got key={key}. Write "
-                f"storage.sample(jax.random.key(0), {key})."
-            )
         batches = self.generate_batches(key, num_mini_batch=num_mini_batch, remainder=remainder)
         return batches.stacked()
 

@@ -124,7 +124,12 @@ def test_adding_something_unlike_the_example_is_explained(change, error, message
         (
             lambda e: create().sample(4, KEY),
             TypeError,
-            r"takes the key first, got key=4. Write storage.sample\(jax.random.key\(0\), 4\)",
+            r"key comes first, got key=4. Write \(jax.random.key\(0\), num_mini_batch=4\)",
+        ),
+        (
+            lambda e: create().generate_batches(4, KEY),
+            TypeError,
+            r"key comes first, got key=4. Write \(jax.random.key\(0\), num_mini_batch=4\)",
         ),
         (lambda e: create().add(e, carry=np.zeros(3)), ValueError, "created without one"),
         (

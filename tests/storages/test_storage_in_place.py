@@ -12,8 +12,8 @@ from storage_data import step, trajectory
 
 import jaxroll
 from jaxroll import Minibatch, RolloutStorage, Storage, Targets, Transition
-from jaxroll.minibatches import plan, take
 from jaxroll.storages import add_donated
+from jaxroll.storages.minibatches import plan, take
 from jaxroll.types import as_leaf
 
 KEY = jax.random.key(0)

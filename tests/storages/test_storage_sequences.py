@@ -7,7 +7,8 @@ import pytest
 from storage_data import add_all, assert_equal, step, trajectory
 
 import jaxroll
-from jaxroll import RolloutStorage
+from jaxroll import DecoupledRolloutStorage, RolloutStorage
+from jaxroll.types import EpisodeSums, Rollout
 
 T, B = 6, 4
 KEY = jax.random.key(0)
@@ -134,3 +135,30 @@ def test_a_single_stream_may_be_non_episodic_too():
     again = storage.update_storage_parameter("episodic", True)
     again = again.compute_returns_and_advantages(LAST["extrinsic"])
     assert not np.allclose(again.targets.returns, want.returns)
+
+
+@pytest.mark.parametrize("num_sequences", [0, 1, 2])
+@pytest.mark.parametrize("kind", [RolloutStorage, DecoupledRolloutStorage])
+def test_a_storage_from_a_rollout_equals_one_filled_by_hand(kind, num_sequences):
+    steps = 4
+    data = trajectory(num_steps=steps, extras={"adv_pred": np.ones((steps, 3), np.float32)})
+    carries = np.arange(num_sequences * 6, dtype=np.float32).reshape(num_sequences, 3, 2)
+    last = np.ones(3, np.float32)
+    rollout = Rollout(
+        transition=data,
+        last_obs=step(data.obs),
+        last_is_first=np.zeros(3, bool),
+        last_carry=(),
+        last_value=last,
+        initial_carry=carries if num_sequences else (),
+        final=None,
+        episodes=EpisodeSums(0, 0.0, 0.0),
+    )
+    got = kind.from_rollout(rollout, discount=0.5)
+    carry = np.zeros((3, 2), np.float32) if num_sequences else None
+    length = 2 if num_sequences == 2 else None
+    want = kind.create(step(data), steps, discount=0.5, initial_carry=carry, sequence_length=length)
+    want = want.insert_data_slice(data, carries if num_sequences else None)
+    assert_equal(got, want.compute_returns_and_advantages(last))
+    with pytest.raises(TypeError, match=r"must be a jaxroll.Rollout, got Transition"):
+        kind.from_rollout(data)

@@ -10,14 +10,21 @@ is chunk c of L steps of environment b, number c·B + b; an environment is a seq
 from __future__ import annotations
 
 import functools
-import math
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxroll.checks import (
+    check_choice,
+    check_count,
+    check_divides,
+    check_flag,
+    check_key,
+    divisors,
+)
 from jaxroll.types import Array, Node, PyTree
 
 # A power of two from this on is shuffled by so many pairs of Feistel rounds.
@@ -79,18 +86,26 @@ def plan(
       >>> p.indices.shape, sorted(p.indices.ravel().tolist())
       ((2, 4), [0, 1, 2, 3, 4, 5, 6, 7])
     """
+    if check_flag("shuffle", shuffle):
+        if key is None:
+            raise ValueError(
+                "shuffle=True needs a key, got None. Give jax.random.key(0), or shuffle=False."
+            )
+        if isinstance(key, int):
+            raise TypeError(
+                f"the key comes first, got key={key}. Write (jax.random.key(0), "
+                f"num_mini_batch={key})."
+            )
+        check_key("key", key)
     length = _length(by, num_steps, sequence_length)
     total = num_steps * num_envs if length is None else (num_steps // length) * num_envs
     what = f"num_steps * num_envs = {num_steps} * {num_envs}"
     if length is not None:
         what = f"num_steps / {length} * num_envs = {num_steps // length} * {num_envs}"
     count, size = _sizes(total, what, num_mini_batch, mini_batch_size, remainder)
-    if num_epochs < 1:
-        raise ValueError(f"num_epochs must be at least 1, got {num_epochs}.")
+    num_epochs = check_count("num_epochs", num_epochs)
     if shuffle:
-        if key is None:
-            raise ValueError("shuffle=True needs a key. Give jax.random.key(0), or shuffle=False.")
-        keys = jax.random.split(key, num_epochs)
+        keys = jax.random.split(cast(jax.Array, key), num_epochs)
         order = jax.vmap(lambda k: permutation(k, total))(keys)
     else:
         order = np.broadcast_to(np.arange(total, dtype=np.int32), (num_epochs, total))
@@ -188,6 +203,7 @@ def _mixed(x: Array, secret: Array) -> Array:
 
 
 def _length(by: By, num_steps: int, sequence_length: int | None) -> int | None:
+    check_choice("by", by, get_args(By))
     if by == "environment":
         if sequence_length not in (None, num_steps):
             raise ValueError(
@@ -200,31 +216,29 @@ def _length(by: By, num_steps: int, sequence_length: int | None) -> int | None:
             raise ValueError(
                 'by="sequence" needs sequence_length. Use by="environment" for whole rollouts.'
             )
-        if sequence_length < 1 or num_steps % sequence_length:
-            raise ValueError(
-                f"sequence_length must divide num_steps = {num_steps}, got {sequence_length}. "
-                f"Use one of {divisors(num_steps)}."
-            )
+        sequence_length = check_count("sequence_length", sequence_length)
+        check_divides("sequence_length", sequence_length, num_steps, f"num_steps = {num_steps}")
         return sequence_length
-    if by == "step":
-        if sequence_length is not None:
-            raise ValueError(
-                f'by="step" has no sequence_length, got {sequence_length}. Use by="sequence".'
-            )
-        return None
-    raise ValueError(f'by must be "step", "sequence" or "environment", got {by!r}.')
+    if sequence_length is not None:
+        raise ValueError(
+            f'by="step" has no sequence_length, got {sequence_length}. Use by="sequence".'
+        )
+    return None
 
 
 def _sizes(
     total: int, what: str, count: int | None, size: int | None, remainder: Remainder
 ) -> tuple[int, int]:
     """(minibatches, rows each); raises when they do not fit and the remainder is an error."""
-    if remainder not in ("error", "drop", "pad"):
-        raise ValueError(f'remainder must be "error", "drop" or "pad", got {remainder!r}.')
-    for name, given in (("num_mini_batch", count), ("mini_batch_size", size)):
-        if given is not None and not 1 <= given <= total:
-            raise ValueError(f"{name} must be between 1 and {what} = {total}, got {given}.")
-    if count is not None and size is not None:
+    check_choice("remainder", remainder, get_args(Remainder))
+    both = {"num_mini_batch": count, "mini_batch_size": size}
+    given = {name: check_count(name, n) for name, n in both.items() if n is not None}
+    given = given or {"num_mini_batch": 1}
+    for name, n in given.items():
+        if n > total:
+            raise ValueError(f"{name} must be between 1 and {what} = {total}, got {n}.")
+    if len(given) == 2:
+        count, size = given.values()
         fits = {
             "error": count * size == total,
             "drop": count * size <= total,
@@ -236,33 +250,18 @@ def _sizes(
                 f'fit {what} = {total} with remainder="{remainder}". Give only one of the two.'
             )
         return count, size
-    if size is None:
-        count = 1 if count is None else count
-        name, given, other = "num_mini_batch", count, -(-total // count)
-    else:
-        name, given, other = "mini_batch_size", size, -(-total // size)
-    if total % given and remainder != "pad":
-        if remainder == "error":
-            near = min(divisors(total), key=lambda d: (abs(d - given), -d))
-            raise ValueError(
-                f"{name} must divide {what} = {total}, got {given}. "
-                f'Use {near}, or remainder="drop".'
-            )
-        other = total // given
-    if size is None and (given - 1) * other >= total:
+    ((name, n),) = given.items()
+    if total % n and remainder == "error":
+        near = min(divisors(total), key=lambda d: (abs(d - n), -d))
         raise ValueError(
-            f"num_mini_batch = {given} minibatches of {other} rows leave some with nothing but "
+            f'{name} must divide {what} = {total}, got {n}. Use {near}, or remainder="drop".'
+        )
+    other = total // n if remainder == "drop" else -(-total // n)
+    if name == "mini_batch_size":
+        return other, n
+    if (n - 1) * other >= total:
+        raise ValueError(
+            f"num_mini_batch = {n} minibatches of {other} rows leave some with nothing but "
             f"padding, since {what} = {total}. Use {-(-total // other)}."
         )
-    return (given, other) if size is None else (other, size)
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors of n, in order: what an error can offer.
-
-    Example:
-      >>> divisors(12)
-      [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
+    return n, other
