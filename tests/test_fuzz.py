@@ -492,7 +492,7 @@ def report():
     yield target(
         "Progress",
         train.Progress,
-        {"total_steps": ("steps", 10), "start": ("steps", 0), "mode": ("choice", "silent")},
+        {"total_steps": ("steps", 10), "mode": ("choice", "silent")},
     )
     progress = train.Progress(10, mode="silent")
     yield target("Progress.update", progress.update, {"step": ("steps", 1)})

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 import numpy as np
@@ -45,7 +45,6 @@ class Progress:
     Args:
       total_steps: where the work ends.
       description: what is being done, such as "ppo CartPole-v1".
-      start: the step where this process starts; more than 0 after a resume.
       mode: "bar", "lines" (a line every few seconds), "silent", or "auto": a bar in a terminal
         and in a notebook, else lines. Without a stderr, as under cron: silent.
       enabled: False shows nothing; pass `jax.process_index() == 0` on several processes.
@@ -66,7 +65,6 @@ class Progress:
         total_steps: int,
         *,
         description: str = "",
-        start: int = 0,
         mode: Mode = "auto",
         enabled: bool = True,
         file: TextIO | None = None,
@@ -74,7 +72,7 @@ class Progress:
     ):
         check_choice("mode", mode, ("auto", "bar", "lines", "silent"))
         self.total_steps = check_count("total_steps", total_steps, **_STEPS)
-        self.step = self.start = check_count("start", start, **_STEPS)
+        self.step = self.start = 0  # `begin` sets them after a resume
         self.description = description
         self.numbers: dict[str, str] = {}  # name → text, newest values
         self.current_status: str | None = None
@@ -104,17 +102,17 @@ class Progress:
         """Say how far the work is; takes microseconds. Ends a status.
 
         Args:
-          step: steps done so far, `start` included.
+          step: steps done so far, those before a resume included.
           **numbers: host numbers to show beside the bar. Arrays, such as one return for each
             seed, show as mean ± standard deviation; None and NaN leave the last value.
         """
         step = check_count("step", step, **_STEPS)
-        texts = {_label(name): _summary(value) for name, value in numbers.items()}
-        self.numbers = {**self.numbers, **{k: text for k, text in texts.items() if text}}
+        for name, value in numbers.items():
+            if text := _summary(value):
+                label = name.replace("episode_", "").replace("_", " ")
+                self.numbers = {**self.numbers, label: text}  # a new one: the bar's thread reads it
         done, self.step = step - self.step, step
-        held = self.current_status is not None
-        self._set_status(None)
-        seconds = self._working_seconds()
+        held, seconds = self.current_status is not None, self._working_seconds()
         if held and done:  # how long the steps themselves took is not known
             self._untimed += done
             self._samples.clear()
@@ -124,7 +122,7 @@ class Progress:
         self._samples.append((seconds, self.step))
         while len(self._samples) > 2 and seconds - self._samples[0][0] > _WINDOW:
             self._samples.popleft()
-        self._view.changed()
+        self._set_status(None)
 
     def begin(self, step: int, *, resumed: bool = False) -> None:
         """Say that preparations are over, and the work itself begins at this step.
@@ -133,15 +131,14 @@ class Progress:
           step: where it begins.
           resumed: whether another process did the steps before it.
         """
-        self._set_status(None)
         self._untimed += int(step) - self.step
         self.step = int(step)
         if resumed:
             self.start, self._untimed = self.step, 0
         self._samples = collections.deque([(self._working_seconds(), self.step)])
-        self._view.changed()
+        self._set_status(None)
 
-    def status(self, text: str) -> contextlib.AbstractContextManager[None]:
+    def status(self, text: str) -> contextlib.ExitStack:
         """Show what holds the work up, with a clock, until the next `update` or the end of `with`.
 
         Its time does not count for steps/s; the final line names it.
@@ -155,8 +152,9 @@ class Progress:
           True
         """
         self._set_status(text)
-        self._view.changed()
-        return self._until_exit()
+        stack = contextlib.ExitStack()
+        stack.callback(self._set_status, None)
+        return stack
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
@@ -232,14 +230,7 @@ class Progress:
             held = self._held.get(self.current_status, 0.0) + now - self._status_since
             self._held[self.current_status] = held
         self.current_status, self._status_since = text, now
-
-    @contextlib.contextmanager
-    def _until_exit(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._set_status(None)
-            self._view.changed()
+        self._view.changed()
 
 
 class _Silent:
@@ -264,7 +255,9 @@ class _Lines(_Silent):
         if self._status is not None and self._status != before and not progress.numbers:
             head = f"{progress.description}: " if progress.description else ""
             self.message(f"{head}{self._status} …")
-        elif self._status is None and elapsed - self._last >= min(60.0, max(5.0, elapsed / 20)):
+        elif self._status is not None or progress.step == progress.start:
+            return
+        elif elapsed - self._last >= min(60.0, max(5.0, elapsed / 20)):
             self._last = elapsed
             self.message(progress.line())
 
@@ -319,8 +312,8 @@ class _Bar(_Silent):
             refresh_per_second=5,
             transient=True,
             # stdout may be a file or a pipe while stderr is the terminal: leave it alone then.
-            redirect_stdout=_same_terminal(sys.stdout, stream),
-            redirect_stderr=_same_terminal(sys.stderr, stream),
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
         )
         self._bar.add_task("", total=1.0)
         self.start = self._bar.start
@@ -389,18 +382,10 @@ def _make_view(progress: Progress, mode: Mode, file: TextIO | None) -> _Silent:
     return _Lines(progress, stream)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _is_terminal(stream: Any) -> bool:
     try:
         return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    except ValueError:  # closed
-        return False
-
-
-def _same_terminal(stream: Any, terminal: TextIO) -> bool:
-    """Whether what is written to `stream` would land in the middle of the bar."""
-    try:
-        return stream is terminal or os.ttyname(stream.fileno()) == os.ttyname(terminal.fileno())
-    except (AttributeError, OSError, ValueError):
+    except (AttributeError, ValueError):  # none, or closed
         return False
 
 
@@ -413,18 +398,10 @@ def _in_notebook() -> bool:
     return hasattr(get_ipython(), "kernel")
 
 
-def _label(name: str) -> str:
-    return name.replace("episode_", "").replace("_", " ")
-
-
 def _summary(value: Any) -> str | None:
     """A number as text; several as mean ± spread; None if there is none."""
-    if value is None:
-        return None
-    if not isinstance(value, float | int):
-        values = np.asarray(value, np.float64)
-        values = values[np.isfinite(values)]
-        if values.size > 1:
-            return format_mean(float(values.mean()), float(values.std()))
-        value = float(values[0]) if values.size else math.nan
-    return None if math.isnan(value) else format_number(float(value))
+    values = np.ravel(np.asarray(value, np.float64))  # None becomes NaN
+    values = values[~np.isnan(values)]
+    if values.size > 1 and np.isfinite(values).all():
+        return format_mean(float(values.mean()), float(values.std()))
+    return format_number(float(values.mean())) if values.size else None

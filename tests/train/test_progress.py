@@ -383,12 +383,17 @@ def test_speed_follows_the_last_seconds():
         assert progress.rate() == pytest.approx(1000, rel=0.02)
 
 
-def test_resumed_run_says_what_was_done_now():
-    clock = Clock()
-    with Progress(1000, start=400, mode="silent", clock=clock) as progress:
-        clock.now += 3
-        progress.update(1000)
-    assert progress.final_line() == "1,000 steps (600 of them now) in 3.0 s (200 steps/s)"
+def test_no_line_says_that_nothing_was_done_yet():
+    clock, file = Clock(), io.StringIO()
+    with Progress(100, description="x", mode="lines", file=file, clock=clock) as progress:
+        progress.status("compiling")
+        clock.now += 60
+        progress.begin(0)
+        clock.now += 1
+        progress.update(100)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3  # compiling, this, the final one
+    assert lines[1] == "x: 100%  100/100 steps  100 steps/s  0:00 left"
 
 
 def test_numbers_of_seeds_show_mean_and_spread_and_missing_ones_keep_the_last():
@@ -397,6 +402,8 @@ def test_numbers_of_seeds_show_mean_and_spread_and_missing_ones_keep_the_last():
     progress.update(2, episode_return=None, loss=float("nan"), eval_episode_return=np.float32(7))
     want = {"return": "2.00 ± 1.00", "loss": "0.500", "eval return": "7.00"}
     assert progress.numbers == want
+    progress.update(3, loss=np.inf)
+    assert progress.numbers["loss"] == "inf"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
