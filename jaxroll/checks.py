@@ -234,6 +234,17 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
     return f" Did you mean {spelled[near[0]]!r}?" if near else ""
 
 
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: which name was meant, or which there are.
+
+    Example:
+      >>> near_matches("trian", ["train", "eval"]), near_matches("x", ["train", "eval"])
+      ("Did you mean 'train'?", 'There are: train, eval.')
+    """
+    known = list(known)
+    return did_you_mean(name, known).strip() or f"There are: {', '.join(known) or 'none'}."
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str], where: str) -> str:
     """The text of an error for a name that does not exist, with the nearest that does."""
     known = list(known)

@@ -103,9 +103,9 @@ def test_envs_lists_names_that_can_be_made(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], 'unknown command .trian.. Did you mean "train"'),
-        (["train", "--num-env", "4"], 'Did you mean "--num-envs"'),
-        (["train", "pp0"], 'unknown agent .pp0.. Did you mean "ppo"'),
+        (["trian"], "unknown command .trian.. Did you mean 'train'"),
+        (["train", "--num-env", "4"], "Did you mean '--num-envs'"),
+        (["train", "pp0"], "unknown agent .pp0.. Did you mean 'ppo'"),
         (["train", "CartPole-v1"], "is an environment. Use: jaxroll train ppo CartPole-v1"),
         (["train", "ppo", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
         (["train", "--set", "learning_rate"], "--set takes KEY=VALUE"),
@@ -135,7 +135,7 @@ def test_envs_lists_names_that_can_be_made(capsys):
         (["eval", "nowhere"], "no config at nowhere"),
         (["resume", "nowhere"], "no config at nowhere"),
         (["plot", "runs/nowhere"], "there is no run at runs/nowhere"),
-        (["agents", "pp"], 'Did you mean "ppo"'),
+        (["agents", "pp"], "Did you mean 'ppo'"),
         (["envs", "gymnasum"], "Did you mean 'gymnasium'"),
         (["eval"], "required: RUN"),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import textwrap
 
+from jaxroll.checks import near_matches
 from jaxroll.cli.parser import UsageError
-from jaxroll.train.text import near_matches
 
 
 def agents_command(args: argparse.Namespace) -> int:

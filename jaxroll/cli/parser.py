@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxroll._version import __version__
+from jaxroll.checks import near_matches
 from jaxroll.config import Config
 from jaxroll.train.options import fields_of
-from jaxroll.train.text import near_matches
 
 EXIT_CODES = {
     "done": 0,

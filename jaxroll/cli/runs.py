@@ -7,9 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+from jaxroll.checks import near_matches
 from jaxroll.cli.parser import UsageError
 from jaxroll.config import Config
-from jaxroll.train.text import format_mean, near_matches
+from jaxroll.train.text import format_mean
 
 
 def eval_command(args: argparse.Namespace) -> int:

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from jaxroll._version import __version__
+from jaxroll.checks import near_matches
 from jaxroll.cli.parser import UsageError
 from jaxroll.cli.startup import start
 from jaxroll.config import Config, merge, parse_value
-from jaxroll.train.text import format_mean, near_matches
+from jaxroll.train.text import format_mean
 from jaxroll.trainer import DistributedTrainer
 
 _FLAGS = ("num_train_steps", "seed", "num_seeds", "devices", "reduction", "num_envs", "num_actors")

@@ -1,11 +1,9 @@
-"""Numbers as people read them, text that any output can print, and near matches of names."""
+"""Numbers as people read them, and text that any output can print."""
 
 from __future__ import annotations
 
 import codecs
-import difflib
 import math
-from collections.abc import Iterable
 from typing import IO
 
 _PLAIN = {"…": "...", "±": "+/-", "–": "-", "−": "-", "×": "x", "≥": ">=", "≤": "<=", "λ": "lambda"}
@@ -105,19 +103,3 @@ def _decimals(size: float) -> int:
     if size >= 1000:
         return 0
     return 1 if size >= 100 else 2 if size >= 1 or not size else 3
-
-
-def near_matches(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: which names were meant, or which there are.
-
-    Example:
-      >>> near_matches("episode_retrun", ["step", "episode_return"])
-      'Did you mean "episode_return"?'
-      >>> near_matches("x", ["step", "fps"])
-      'There are: step, fps.'
-    """
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=3)
-    if close:
-        return f"Did you mean {' or '.join(repr(c).replace(chr(39), chr(34)) for c in close)}?"
-    return f"There are: {', '.join(known) or 'none'}."
