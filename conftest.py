@@ -3,6 +3,9 @@
 Compiled programs are kept in `.pytest_cache`, so that the workers and the processes that tests
 start share them, and a second run need not compile again. Plain tests run by default; `--slow`
 adds the slow tier, `--long` the long one.
+
+Most of the time goes into compiling. Doctests, and the files in `UNOPTIMIZED`, compile without
+most of XLA's optimisations: they test neither bits, nor memory, nor speed.
 """
 
 import os
@@ -21,6 +24,13 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+UNOPTIMIZED = (
+    "tests/agents/test_agents_losses.py",
+    "tests/agents/test_agents_pure.py",
+    "tests/agents/test_agents_values.py",
+    "tests/collectors/test_evaluation.py",
+)
 
 
 def pytest_addoption(parser):
@@ -43,3 +53,14 @@ def pytest_ignore_collect(collection_path):
     """Helper modules and scripts beside the tests are no tests, and no doctests."""
     inside = "tests" in collection_path.parts and collection_path.suffix == ".py"
     return True if inside and not collection_path.name.startswith("test_") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Choose how programs are compiled; none that was compiled without optimisations stays."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    wanted = file in UNOPTIMIZED or file.startswith("jaxroll/")
+    if wanted != jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", wanted)
+        if not wanted:
+            jax.clear_caches()

@@ -488,6 +488,7 @@ def in_terminal(argv, tmp_path):
     return process.wait(), shown.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_bar_then_the_result(tmp_path):
     code, shown = in_terminal(["train", *TINY], tmp_path)
     assert code == 0, shown

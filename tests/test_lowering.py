@@ -74,7 +74,7 @@ def test_init_lowers(name: str, platform: str) -> None:
 
 @platforms
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-@pytest.mark.parametrize("num_devices", [8, 256])
+@pytest.mark.parametrize("num_devices", [pytest.param(8, marks=pytest.mark.slow), 256])
 @pytest.mark.parametrize("name", SMALL)
 def test_train_step_lowers_on_a_mesh(
     name: str, num_devices: int, reduction: str, platform: str

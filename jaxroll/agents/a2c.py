@@ -28,9 +28,10 @@ class A2C(OnPolicyAgent):
     Example:
       >>> import jax, jaxroll
       >>> a2c = jaxroll.A2C.create("CartPole-v1", num_envs=4)
-      >>> state, metrics = jax.jit(a2c.train_step)(a2c.init(jax.random.key(0)))
-      >>> int(state.learner.version)
-      1
+      >>> state = jax.eval_shape(a2c.init, jax.random.key(0))  # shapes only: compiles nothing
+      >>> state, metrics = jax.eval_shape(a2c.train_step, state)
+      >>> state.actors.obs.shape, "entropy" in metrics
+      ((1, 4, 4), True)
 
     Mnih et al., 2016, https://arxiv.org/abs/1602.01783
     """

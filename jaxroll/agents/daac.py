@@ -39,7 +39,8 @@ class DAAC(OnPolicyAgent):
     Example:
       >>> import jaxroll
       >>> daac = jaxroll.DAAC.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
-      >>> state, metrics = jax.jit(daac.train_step)(daac.init(jax.random.key(0)))
+      >>> state = jax.eval_shape(daac.init, jax.random.key(0))  # shapes only: compiles nothing
+      >>> state, metrics = jax.eval_shape(daac.train_step, state)
       >>> sorted(state.learner.params)
       ['actor', 'critic']
 

@@ -45,9 +45,10 @@ class IMPALA(DistributedAgent):
       >>> import jaxroll
       >>> impala = jaxroll.IMPALA.create("CartPole-v1", num_envs=8, num_steps=4, num_storages=16,
       ...                                batch_size=4)
-      >>> state, metrics = jax.jit(impala.train_step)(impala.init(jax.random.key(0)))
-      >>> int(state.learner.version)
-      2
+      >>> state = jax.eval_shape(impala.init, jax.random.key(0))  # shapes only: compiles nothing
+      >>> state, metrics = jax.eval_shape(impala.train_step, state)
+      >>> impala.updates_per_iteration, "policy_lag" in metrics
+      (2, True)
 
     Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
     """

@@ -30,9 +30,10 @@ class PPO(OnPolicyAgent):
     Example:
       >>> import jax, jaxroll
       >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
-      >>> state, metrics = jax.jit(ppo.train_step)(ppo.init(jax.random.key(0)))
-      >>> int(state.learner.iteration)
-      1
+      >>> state = jax.eval_shape(ppo.init, jax.random.key(0))  # shapes only: compiles nothing
+      >>> state, metrics = jax.eval_shape(ppo.train_step, state)
+      >>> state.actors.obs.shape, "clip_fraction" in metrics
+      ((1, 4, 4), True)
 
     Schulman et al., 2017, https://arxiv.org/abs/1707.06347
     """
