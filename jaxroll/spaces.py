@@ -120,10 +120,15 @@ class Box:
 
     def __post_init__(self):
         shape = np.shape(self.low) if self.shape is None else self.shape
-        shape = tuple(check_count("an entry of a Box's shape", n, at_least=0) for n in shape)
+        if not isinstance(shape, tuple | list | np.ndarray):
+            raise TypeError(f"shape of a Box must be a tuple of sizes, got {shape!r}.")
+        shape = tuple(check_count("an entry of the shape of a Box", n) for n in shape)
         bounds = {}
         for name in ("low", "high"):
-            bound = np.asarray(check_array(f"{name} of a Box", getattr(self, name)), np.float64)
+            bound = np.asarray(check_array(f"{name} of a Box", getattr(self, name)))
+            if bound.dtype == bool:
+                raise TypeError(f"{name} of a Box must be numbers, got {getattr(self, name)!r}.")
+            bound = bound.astype(np.float64)
             if bound.size != 1 and bound.size != math.prod(shape):
                 raise ValueError(
                     f"{name} of a Box must be a number or have its shape {shape}, got "

@@ -38,7 +38,7 @@ CEILINGS = {
     "core": (162, 415),
     "learner": (118, 192),
     "collect": (51, 219),
-    "envs": (51, 108),
+    "envs": (0, 0),
     "checkpoint": (0, 0),
     "report": (0, 0),
     "loop": (14, 53),

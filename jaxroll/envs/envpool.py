@@ -11,12 +11,12 @@ import functools
 from typing import Any
 
 from jaxroll import spaces
-from jaxroll.checks import check_count
+from jaxroll.checks import check_count, did_you_mean
 from jaxroll.envs.actions import OutOfRange
 from jaxroll.envs.base import HostEnvSpec
 from jaxroll.envs.deadline import DEFAULT_TIMEOUT
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import Options, UnknownNameError, attempt, suggestion
+from jaxroll.envs.options import Options, UnknownNameError, attempt
 from jaxroll.envs.vector import VectorHostEnv
 
 
@@ -101,12 +101,10 @@ def make(
     """
     if name not in names():
         raise UnknownNameError(
-            f"{name!r} is not an environment of envpool.{suggestion(name, names())}"
+            f"{name!r} is not an environment of envpool.{did_you_mean(name, names())}"
         )
-    spec = EnvpoolSpec(name, Options.create(options), out_of_range, env_timeout)
-    if options:
-        attempt(name, options, lambda: _spaces(spec))
-    _spaces(spec)
+    spec = EnvpoolSpec(name, Options(options), out_of_range, env_timeout)
+    attempt(name, options, lambda: _spaces(spec))
     return spec
 
 

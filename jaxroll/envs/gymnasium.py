@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxroll import spaces
-from jaxroll.checks import check_count
+from jaxroll.checks import check_choice, check_count, did_you_mean
 from jaxroll.envs.actions import OutOfRange
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.envs.deadline import DEFAULT_TIMEOUT
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import Options, UnknownNameError, suggestion, unusable
+from jaxroll.envs.options import Options, UnknownNameError, attempt
 from jaxroll.envs.vector import MODES, VectorHostEnv
 
 
@@ -170,14 +170,10 @@ def make(
       env_timeout: seconds that a reset or a step may take; None: any time.
       **options: arguments of the environment.
     """
-    if vectorization_mode not in (None, "sync", "async", "vector_entry_point"):
-        raise ValueError(
-            'vectorization_mode must be "sync", "async" or "vector_entry_point", got '
-            f"{vectorization_mode!r}."
-        )
+    forms = ("sync", "async", "vector_entry_point", None)
+    check_choice("vectorization_mode", vectorization_mode, forms)
     mode = getattr(autoreset_mode, "value", autoreset_mode)
-    if mode not in (None, *MODES):
-        raise ValueError(f"autoreset_mode must be one of {', '.join(MODES)}, got {mode!r}.")
+    check_choice("autoreset_mode", mode, (*MODES, None))
     import gymnasium
 
     if name.startswith("ALE/") and not _register_atari():
@@ -188,28 +184,28 @@ def make(
         gymnasium.spec(name)
     except gymnasium.error.UnregisteredEnv:
         raise UnknownNameError(
-            f"{name!r} is not an environment of Gymnasium.{suggestion(name, names())}"
+            f"{name!r} is not an environment of Gymnasium.{did_you_mean(name, names())}"
         ) from None
     spec = GymnasiumSpec(
         name,
-        Options.create(options),
+        Options(options),
         vectorization_mode=vectorization_mode,
         autoreset_mode=mode,
         out_of_range=out_of_range,
         env_timeout=env_timeout,
     )
-    try:
-        _spaces(spec)
-    except gymnasium.error.DependencyNotInstalled as error:
-        extra = "mujoco" if "mujoco" in str(error).lower() else "gymnasium"
-        raise ImportError(
-            f"{name!r} needs a package that is not installed ({error}). "
-            f'Install it: pip install "jaxroll[{extra}]".'
-        ) from error
-    except Exception as error:
-        if not options:
-            raise
-        raise unusable(name, options, error) from error
+
+    def open_one() -> None:
+        try:
+            _spaces(spec)
+        except gymnasium.error.DependencyNotInstalled as error:
+            extra = "mujoco" if "mujoco" in str(error).lower() else "gymnasium"
+            raise ImportError(
+                f"{name!r} needs a package that is not installed ({error}). "
+                f'Install it: pip install "jaxroll[{extra}]".'
+            ) from error
+
+    attempt(name, options, open_one)
     return spec
 
 

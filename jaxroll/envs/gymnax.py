@@ -10,10 +10,13 @@ environment is first used, or first given options, and not when one of its own i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,46 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
+from jaxroll.checks import did_you_mean
 from jaxroll.envs.base import Draws, reset_where_done, time_step
 from jaxroll.envs.make import Source
-from jaxroll.envs.values import (
-    Options,
-    UnknownNameError,
-    attempt,
-    check_option,
-    suggestion,
-)
+from jaxroll.envs.options import Options, UnknownNameError, attempt, check_like
 from jaxroll.types import PyTree, TimeStep
 
-# The names of gymnax 1.0. A name that is not here is looked up in gymnax's own registry.
-NAMES = (
-    "Acrobot-v1",
-    "Asterix-MinAtar",
-    "BernoulliBandit-misc",
-    "Breakout-MinAtar",
-    "CartPole-v1",
-    "Catch-bsuite",
-    "DeepSea-bsuite",
-    "DiscountingChain-bsuite",
-    "FourRooms-misc",
-    "Freeway-MinAtar",
-    "FrozenLake-misc",
-    "GaussianBandit-misc",
-    "MNISTBandit-bsuite",
-    "MemoryChain-bsuite",
-    "MetaMaze-misc",
-    "MountainCar-v0",
-    "MountainCarContinuous-v0",
-    "Pendulum-v1",
-    "PointRobot-misc",
-    "Pong-misc",
-    "Reacher-misc",
-    "Seaquest-MinAtar",
-    "SimpleBandit-bsuite",
-    "SpaceInvaders-MinAtar",
-    "Swimmer-misc",
-    "UmbrellaChain-bsuite",
-)
 # (field of the state, field of the parameters) by which an old environment limits its time.
 _CLOCKS = (
     ("time", "max_steps_in_episode"),
@@ -152,8 +121,7 @@ def from_gymnax(env: Any, params: Any = None) -> GymnaxEnv:
       (1,)
     """
     name = getattr(env, "name", None) or type(env).__name__
-    fields = {} if params is None else {"params": _Leaves.create(params)}
-    return GymnaxEnv(name, params=Options.create(fields), instance=env)
+    return GymnaxEnv(name, params=Options({"params": params}), instance=env)
 
 
 def make(name: str, **options: Any) -> GymnaxEnv:
@@ -163,37 +131,46 @@ def make(name: str, **options: Any) -> GymnaxEnv:
       name: as in `gymnax.make`.
       **options: arguments of its constructor or fields of its `EnvParams`.
     """
-    if not options and name in NAMES:
+    if not options and _is_built_in(name):
         return GymnaxEnv(name)
     from gymnax import registration
 
     if name not in registration.registered_envs:
         raise UnknownNameError(
-            f"{name!r} is not an environment of gymnax.{suggestion(name, names())}"
+            f"{name!r} is not an environment of gymnax.{did_you_mean(name, names())}"
         )
-    factory = registration._registry[name]
-    accepted = _constructor_options(factory)
-    for option in options.keys() & accepted.keys():
+    accepted = _constructor_options(registration._registry[name])
+    given = {k: v for k, v in options.items() if k in accepted}
+    for option, value in given.items():
         default = accepted[option]
         is_size = type(default) is int and default > 0
-        check_option(name, option, options[option], default, at_least=int(is_size))
-    env = GymnaxEnv(name, Options.create({k: v for k, v in options.items() if k in accepted}))
+        check_like(f"{option} of {name}", value, default, is_size=is_size)
+    env = GymnaxEnv(name, Options(given))
     defaults = attempt(name, options, lambda: _build(env)[1])
     fields = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-    for option in options.keys() - accepted.keys() - fields.keys():
-        known = sorted(accepted | fields)
-        raise ValueError(
-            f"{name} has no option {option!r}.{suggestion(option, known)} "
-            f"It has {', '.join(known)}."
-        )
-    params = {k: v for k, v in options.items() if k in fields and k not in accepted}
+    params = {k: v for k, v in options.items() if k not in accepted}
     for option, value in params.items():
+        if option not in fields:
+            known = sorted(accepted | fields)
+            raise ValueError(
+                f"{name} has no option {option!r}.{did_you_mean(option, known)} "
+                f"It has {', '.join(known)}."
+            )
         is_limit = any(option == limit for _, limit in _CLOCKS)
-        check_option(name, option, value, fields[option], at_least=int(is_limit))
+        check_like(f"{option} of {name}", value, fields[option], is_size=is_limit)
     params = {k: np.asarray(v) if np.ndim(fields[k]) else v for k, v in params.items()}
-    env = dataclasses.replace(env, params=Options.create(params))
+    env = dataclasses.replace(env, params=Options(params))
     attempt(name, options, lambda: _try(env))
     return env
+
+
+def _is_built_in(name: str) -> bool:
+    """Whether the text of gymnax's registry has the name: an import would touch a device."""
+    package = importlib.util.find_spec("gymnax")
+    for folder in (package and package.submodule_search_locations) or ():
+        with contextlib.suppress(OSError):
+            return f'"{name}"' in (Path(folder) / "registration.py").read_text()
+    return False
 
 
 def _try(env: GymnaxEnv) -> None:
@@ -213,30 +190,14 @@ def names() -> list[str]:
 SOURCE = Source("gymnax", package="gymnax", extra=None, make=make, names=names)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaves:
-    """A pytree that compares by value."""
-
-    structure: Any
-    leaves: Options
-
-    @classmethod
-    def create(cls, tree: PyTree) -> _Leaves:
-        leaves, structure = jax.tree.flatten(tree)
-        return cls(structure, Options.create({f"{i:06}": x for i, x in enumerate(leaves)}))
-
-    def tree(self) -> PyTree:
-        return jax.tree.unflatten(self.structure, list(self.leaves.as_dict().values()))
-
-
 @functools.lru_cache(maxsize=256)
 def _build(env: GymnaxEnv) -> tuple[Any, Any]:
     """The gymnax environment and its parameters, made once for all equal values."""
     # Within a trace the constructor's arrays would be tracers, and leak into the next trace.
     with jax.ensure_compile_time_eval():
         if env.instance is not None:
-            params = env.params.as_dict().get("params")
-            return env.instance, env.instance.default_params if params is None else params.tree()
+            params = env.params.as_dict()["params"]
+            return env.instance, env.instance.default_params if params is None else params
         import gymnax
 
         built, params = gymnax.make(env.name, **env.options.as_dict())

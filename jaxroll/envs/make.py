@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from jaxroll.checks import did_you_mean
 from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_hashable
 from jaxroll.envs.check import check_shapes
-from jaxroll.envs.values import UnknownNameError, suggestion
+from jaxroll.envs.options import UnknownNameError
 
 DEFAULT_SOURCE = "gymnax"
+NAMES_SHOWN = 30  # of each source, where all are listed
 # The sources that jaxroll brings, by prefix; their files are imported when they are asked for.
 _BUILT_IN = ("gymnax", "gymnasium", "envpool")
 
@@ -74,12 +77,12 @@ def make_env(name: str, **options: Any) -> Any:
       ValueError: 'CartPol-v1' is not an environment of gymnax. Did you mean 'CartPole-v1'?
     """
     if not isinstance(name, str):
-        raise TypeError(f'make_env takes a name such as "CartPole-v1", got {type(name).__name__}.')
+        raise TypeError(f'make_env takes a name such as "CartPole-v1", got {name!r}.')
     prefix, colon, rest = name.partition(":")
     if not colon:
         prefix, rest = DEFAULT_SOURCE, name
     source = _source(prefix)
-    if importlib.util.find_spec(source.package) is None:
+    if not _is_installed(source):
         raise ImportError(
             f"{name!r} needs the package {source.package}, which is not installed."
             + (f' Install it: pip install "jaxroll[{source.extra}]".' if source.extra else "")
@@ -152,8 +155,27 @@ def _is_function(env: Any) -> bool:
     return callable(env) and not hasattr(env, "step") and not isinstance(env, type)
 
 
-def list_envs(source: str | None = None) -> list[str]:
-    """Every name that `make_env` takes, from the sources that are installed.
+class EnvNames(list[str]):
+    """A list of names that prints by source, a few of each."""
+
+    def __repr__(self) -> str:
+        by_source: dict[str, list[str]] = {}
+        for name in self:
+            by_source.setdefault(name.partition(":")[0] if ":" in name else "", []).append(name)
+        lines = []
+        for source, names in by_source.items():
+            title = source or DEFAULT_SOURCE
+            more = len(names) - NAMES_SHOWN if len(by_source) > 1 else 0
+            shown = ", ".join(names[:-more] if more > 0 else names)
+            shown += f", … and {more} more: list_envs({title!r})" if more > 0 else ""
+            lines.append(f"{title} ({len(names)}): {shown}")
+        return "\n".join(
+            textwrap.fill(x, 100, subsequent_indent="  ", break_on_hyphens=False) for x in lines
+        )
+
+
+def list_envs(source: str | None = None) -> EnvNames:
+    """Every name that `make_env` takes, from the sources that are installed: a list of strings.
 
     Args:
       source: the prefix of one source; None: all. Names of gymnax have no prefix.
@@ -163,13 +185,16 @@ def list_envs(source: str | None = None) -> list[str]:
       True
     """
     prefixes = _prefixes() if source is None else [_source(source).prefix]
-    found = []
-    for prefix in prefixes:
-        entry = _source(prefix)
-        if importlib.util.find_spec(entry.package) is not None:
-            tag = "" if prefix == DEFAULT_SOURCE else f"{prefix}:"
-            found += [f"{tag}{name}" for name in entry.names()]
-    return found
+    return EnvNames(
+        name if prefix == DEFAULT_SOURCE else f"{prefix}:{name}"
+        for prefix in prefixes
+        if _is_installed(_source(prefix))
+        for name in _source(prefix).names()
+    )
+
+
+def _is_installed(source: Source) -> bool:
+    return importlib.util.find_spec(source.package) is not None
 
 
 def _prefixes() -> list[str]:
@@ -177,21 +202,19 @@ def _prefixes() -> list[str]:
 
 
 def _source(prefix: str) -> Source:
+    if not isinstance(prefix, str):
+        raise TypeError(f"source must be the name of a source, got {prefix!r}.")
     if prefix in _registered:
         return _registered[prefix]
     if prefix in _BUILT_IN:
         return importlib.import_module(f"jaxroll.envs.{prefix}").SOURCE
     raise ValueError(
-        f"{prefix!r} is not a source of environments.{suggestion(prefix, _prefixes())} "
+        f"{prefix!r} is not a source of environments.{did_you_mean(prefix, _prefixes())} "
         f"There are {', '.join(_prefixes())}; add one with jaxroll.envs.register_source."
     )
 
 
 def _elsewhere(name: str) -> list[str]:
     """The same name in other installed sources, with their prefix."""
-    found = []
-    for prefix in _prefixes():
-        entry = _source(prefix)
-        if prefix != DEFAULT_SOURCE and importlib.util.find_spec(entry.package) is not None:
-            found += [f"{prefix}:{name}"] if name in entry.names() else []
-    return found
+    others = [_source(prefix) for prefix in _prefixes() if prefix != DEFAULT_SOURCE]
+    return [f"{s.prefix}:{name}" for s in others if _is_installed(s) and name in s.names()]

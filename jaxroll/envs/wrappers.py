@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
-from jaxroll.envs.base import Draws, HostEnvSpec, draw, select, time_limit
+from jaxroll.checks import check_count, check_number
+from jaxroll.envs.base import Draws, draw, select, time_limit
+from jaxroll.envs.make import as_device_env
 from jaxroll.types import Node, PyTree, TimeStep
 
 MASK = "action_mask"
@@ -43,12 +45,11 @@ class Wrapper:
     env: Any
 
     def __post_init__(self):
-        if isinstance(self.env, HostEnvSpec):
-            raise TypeError(
-                f"{type(self).__name__} wraps JAX environments, got {type(self.env).__name__}. "
-                "Wrap host environments with their own wrappers, and give the result: "
-                "jaxroll.envs.from_gymnasium(lambda num_envs: wrapped vector environment)."
-            )
+        instead = (
+            "wrappers of its own, and give the result: jaxroll.envs.from_gymnasium(lambda "
+            "num_envs: wrapped vector environment)"
+        )
+        object.__setattr__(self, "env", as_device_env(self.env, instead))
 
     @property
     def observation_space(self) -> spaces.Space:
@@ -140,8 +141,7 @@ class TimeLimit(Wrapper):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}.")
+        check_count("max_steps", self.max_steps)
 
     @property
     def time_limit(self) -> int | None:
@@ -253,8 +253,7 @@ class FrameStack(_SameKey):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_frames < 1:
-            raise ValueError(f"num_frames must be at least 1, got {self.num_frames}.")
+        check_count("num_frames", self.num_frames)
 
     @property
     def observation_space(self) -> spaces.Box:
@@ -326,8 +325,7 @@ class RescaleAction(_SameKey):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.low < self.high:
-            raise ValueError(f"low must be less than high, got {self.low} and {self.high}.")
+        _check_low_high(self.low, self.high)
 
     @property
     def action_space(self) -> spaces.Box:
@@ -343,6 +341,11 @@ class RescaleAction(_SameKey):
         return self.env.step(key, state, jnp.clip(stretched, low, high).astype(action.dtype))
 
 
+def _check_low_high(low: float, high: float) -> None:
+    if not check_number("low", low) < check_number("high", high):
+        raise ValueError(f"low must be less than high, got {low} and {high}.")
+
+
 def _bounded(wrapper: Wrapper) -> spaces.Box:
     space = wrapper.env.action_space
     if not isinstance(space, spaces.Box) or not space.is_bounded:
@@ -356,6 +359,10 @@ class ScaleReward(_SameKey):
 
     scale: float
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("scale", self.scale)
+
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step."""
         state, step = self.env.step(key, state, action)
@@ -368,6 +375,10 @@ class ClipReward(_SameKey):
 
     low: float = -1.0
     high: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_low_high(self.low, self.high)
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step."""

@@ -8,7 +8,17 @@ import pytest
 
 from jaxroll import PPO, spaces
 from jaxroll.collectors import collect, evaluate, evaluate_host, init_actor
-from jaxroll.envs import HostEnv, HostEnvSpec, as_env, autoreset, make_env
+from jaxroll.envs import (
+    ClipReward,
+    FrameStack,
+    HostEnv,
+    HostEnvSpec,
+    ScaleReward,
+    TimeLimit,
+    as_env,
+    autoreset,
+    make_env,
+)
 from jaxroll.networks import make_policy
 from tests.envs.scripted import ScriptedGym, ScriptedJax, ScriptedVector
 
@@ -80,6 +90,30 @@ def test_an_environment_that_stops_at_its_end_is_told_of_autoreset():
 def test_what_is_no_environment_is_refused(env):
     with pytest.raises(TypeError, match=r"must (be an environment|list Gymnasium)"):
         as_env(env)
+    with pytest.raises(TypeError, match=r"must (be an environment|list Gymnasium)"):
+        TimeLimit(env, max_steps=3)
+
+
+def test_wrappers_take_names_and_raw_environments():
+    for env in ("Pendulum-v1", gymnax.make("Pendulum-v1")):
+        wrapped = FrameStack(TimeLimit(env, max_steps=3), num_frames=2)
+        assert wrapped.observation_space.shape == (6,)
+    with pytest.raises(TypeError, match=r"runs on the host, .*from_gymnasium"):
+        TimeLimit("gymnasium:CartPole-v1", max_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TimeLimit("CartPole-v1", max_steps=1.5), "max_steps must be an integer"),
+        (lambda: FrameStack("CartPole-v1", num_frames=True), "num_frames must be an integer"),
+        (lambda: ScaleReward("CartPole-v1", scale=np.nan), "scale must be a number"),
+        (lambda: ClipReward("CartPole-v1", low=1.0, high=0.0), "low must be less than high"),
+    ],
+)
+def test_wrappers_refuse_what_cannot_be_meant(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 def test_host_environments_are_told_of_the_host_functions():
@@ -114,6 +148,9 @@ def test_names_and_raw_environments_are_evaluated():
         (lambda: spaces.Box(0, np.nan, (2,)), "must be numbers"),
         (lambda: spaces.Box(np.zeros(3), 1.0, (2,)), "must be a number or have its shape"),
         (lambda: spaces.Box("0", 1), "array of real numbers"),
+        (lambda: spaces.Box(False, True, (2,)), "low of a Box must be numbers, got False"),
+        (lambda: spaces.Box(0, 1, 64), "shape of a Box must be a tuple"),
+        (lambda: spaces.Box(0, 1, (0,)), "shape of a Box must be at least 1"),
         (lambda: spaces.Dict([1]), "mapping of spaces"),
         (lambda: spaces.Dict({"a": 3}), "names and spaces"),
     ],

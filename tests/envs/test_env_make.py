@@ -79,6 +79,19 @@ def test_names_are_listed_with_the_prefix_of_their_source():
     assert list_envs("gymnax") == [n for n in names if ":" not in n]
 
 
+def test_a_list_of_names_prints_by_source_in_short_lines():
+    names = list_envs()
+    assert isinstance(names, list)
+    lines = repr(names).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 40
+    assert lines[0].startswith("gymnax (26): Acrobot-v1, ")
+    assert "more: list_envs('gymnasium')" in repr(names)
+    assert "more" not in repr(list_envs("gymnasium"))
+    with pytest.raises(TypeError, match="source must be the name of a source, got 3"):
+        list_envs(3)  # pyright: ignore
+
+
 def test_a_name_must_be_a_string():
     with pytest.raises(TypeError, match="takes a name"):
         make_env(make_env("CartPole-v1"))  # pyright: ignore
