@@ -31,10 +31,11 @@ class REINFORCE(OnPolicyAgent):
 
     def loss(self, params, batch):
         """(Σ w·ℓ, Σ w, metrics) of one actor's minibatch."""
+        assert batch.targets is not None  # the storage computed them
         output = self.outputs(params, batch)
         log_prob = output.distribution.log_prob(batch.transition.action)
         policy_loss, weight = losses.policy_gradient_loss(
-            log_prob, self.advantages(batch), batch.weights
+            log_prob, batch.targets.advantages, batch.weights
         )
         assert batch.targets is not None
         value_loss, _ = losses.value_loss(output.value, batch.targets.returns, batch.weights)

@@ -72,9 +72,10 @@ class Node(struct.PyTreeNode):
 
         def replace(self, **changes: Any):
             """A copy with these fields changed; numbers take the dtype of what they replace."""
+            changes = self._implied(changes)
             for name in changes.keys() & dynamic:
                 changes[name] = as_leaf(changes[name], like=getattr(self, name))
-            return dataclasses.replace(self, **self._implied(changes))
+            return dataclasses.replace(self, **changes)
 
         cls.replace = replace  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -109,7 +109,7 @@ def test_every_setting_and_hyperparameter_has_help():
         ({"hyperparameters": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
         ({"hyperparameters": {"learning_rate": -1}}, "learning_rate must be > 0, got -1"),
         ({"hyperparameters": {"learning_rate": [1, 2]}}, "sweep"),
-        ({"hyperparameters": {"num_envs": 0.5}}, "num_envs must be of type int"),
+        ({"hyperparameters": {"num_envs": 0.5}}, "num_envs must be an integer"),
         ({"hyperparameters": 3}, "must be a table"),
         ({"num_train_steps": 0}, "num_train_steps must be at least 1, got 0"),
         ({"num_train_steps": "many"}, "num_train_steps must be an integer"),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from jaxroll import losses
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent
-from jaxroll.learners import adds_over_rows
+from jaxroll.learner import adds_over_rows
 from jaxroll.metrics import Mean
 from jaxroll.types import Array, Minibatch, PyTree
 
@@ -40,7 +40,9 @@ class A2C(OnPolicyAgent):
 
     num_envs: int = static(16, "environments in total, over all actors", ">= 1")
     num_steps: int = static(16, "steps of each environment per rollout", ">= 1")
-    gae_lambda: Array = leaf(1.0, "λ of the advantage estimate", "in [0, 1]")
+    gae_lambda: PyTree = leaf(
+        1.0, "λ of the advantage estimate; or one for each stream", "in [0, 1]", streams=True
+    )
     learning_rate: Array = leaf(2e-3, "step size of the optimiser", "> 0")
     normalize_advantage: str | None = static(
         None,
@@ -57,7 +59,9 @@ class A2C(OnPolicyAgent):
         assert batch.targets is not None
         output = self.outputs(params, batch)
         log_prob = output.distribution.log_prob(step.action)
-        policy_loss, weight = losses.policy_gradient_loss(log_prob, self.advantages(batch), weights)
+        policy_loss, weight = losses.policy_gradient_loss(
+            log_prob, batch.targets.advantages, weights
+        )
         value_loss, _ = losses.value_loss(output.value, batch.targets.returns, weights)
         entropy, _ = losses.entropy_bonus(output.distribution.entropy(), weights)
         total = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy

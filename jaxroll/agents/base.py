@@ -22,13 +22,13 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxroll import collectors, envs, networks, spaces
+from jaxroll import collectors, envs, losses, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
-from jaxroll.checks import divisors
+from jaxroll.checks import check_divides, check_flag, check_key
 from jaxroll.counts import count_add, count_float, count_zero
 from jaxroll.distributions import sample
 from jaxroll.export import export_policy
-from jaxroll.learners import Reduction, check_reduction, gather_actors, map_actors, sum_actors
+from jaxroll.learner import Reduction, check_reduction, gather_actors, map_actors, sum_actors
 from jaxroll.metrics import Mean, Sum
 from jaxroll.normalizers import (
     NormalizedParams,
@@ -37,7 +37,7 @@ from jaxroll.normalizers import (
     RunningStatistics,
     discounted_sums,
 )
-from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
+from jaxroll.types import ActorState, Array, Node, PyTree, Rollout, Transition
 
 # Folded into a rollout's key for the minibatch plans: far from the numbers that `split` uses.
 PLAN_FOLD = 2**30
@@ -91,15 +91,29 @@ class TrainState(Node):
     storage: PyTree = None
 
 
-class DistributedAgent(Node):
+class DistributedAgent(Node, abc.ABC):
     """The base of every agent.
 
-    An algorithm gives `init_optimizer`, `run` (what one actor does) and `update` (what the learner
-    does); `OnPolicyAgent` gives both and asks for a loss only.
+    An algorithm gives `init_optimizer` and `update`; `OnPolicyAgent` gives both and asks for a loss
+    only. Who calls each hook, and when:
 
-    `policy` is the `Policy` that all of these share: functions of params, which it does not hold. A
-    trained policy, with a state's params in it, is what `act(state)` gives, as a plain function;
-    `export` writes the same to a file.
+    - `create` calls `_validate` (sizes), then `_default_policy` if no policy was given, then, by
+      shapes alone, `init_learner` and the policy with `acting_params`.
+    - `init` calls `init_learner` once, which calls `policy.init`, `init_optimizer` and
+      `init_extras`; `init_actor` for each actor, which calls `prepare_actor`; `assemble`; then
+      `prefill`, which calls `store`, `num_prefills` times.
+    - `train_step` calls `run` for each actor, with `acting_params` and `collect_options`, and then
+      `update` once for all of them.
+    - `update` is the algorithm's. The shared ones call `update_normalizers` first, the loss with
+      params from `with_normalizer`, and `episode_metrics` and `advance_counters` at the end.
+
+    With a host environment, a collector takes the place of `init_actor` and `run`.
+
+    An algorithm's own state is `LearnerState.extras`: `init_extras` makes it, `update` returns a
+    new one, and it is saved, replicated and swept as params are.
+
+    `policy` holds no params. A trained policy, with a state's params in it, is what `act(state)`
+    gives, as a plain function; `export` writes the same to a file.
 
     Example, an agent that acts and counts but never learns:
       >>> import jaxroll
@@ -129,7 +143,9 @@ class DistributedAgent(Node):
     hidden_sizes: tuple | None = static(None, "widths of the dense layers; none: by observation")
     activation: str | None = static(None, "of the dense layers, such as tanh; none: by observation")
     shared_torso: bool | None = static(
-        None, "one torso for policy and value; none: only where it is expensive"
+        None,
+        "one torso for policy and value; none: only where it is expensive",
+        choices=(None, True, False),
     )
     squash: bool = static(False, "press continuous actions into their bounds")
     discount: Array = leaf(0.99, "γ", "in [0, 1]")
@@ -160,29 +176,44 @@ class DistributedAgent(Node):
           policy: a `Policy` of your own; None: one of `jaxroll.networks` that fits the spaces.
           **hyperparameters: see `cls.hyperparameters()`, or `jaxroll agents` on the command line.
         """
+        if missing := sorted(cls.__abstractmethods__):
+            raise TypeError(
+                f"{cls.__name__} must define {', '.join(missing)}: "
+                f"help({cls.__name__}.{missing[0]}) says what it returns."
+            )
         env = envs.as_env(env)
         if isinstance(env, envs.HostEnv):
             raise TypeError(
                 f"{cls.__name__} makes its environments itself, as many as num_envs says, but got "
                 "open ones. Give a function: jaxroll.envs.from_gymnasium(lambda num_envs: …)."
             )
-        fields = resolve(cls, hyperparameters)
-        agent = cls(env=env, policy=policy, **fields)
+        agent = cls(env=env, policy=policy, **resolve(cls, hyperparameters))
         agent._validate()
+        given = sorted(set(_NETWORK_OPTIONS) & set(hyperparameters))
         if policy is None:
             policy = agent._default_policy()
-        else:
-            policy = networks.as_policy(policy)
-            given = set(_NETWORK_OPTIONS) & set(hyperparameters)
-            if given:
-                raise ValueError(
-                    f"{sorted(given)} describe the default policy, but a policy was given. "
-                    "Leave out one of the two."
-                )
-        agent._check_policy(policy)
+        elif given:
+            raise ValueError(
+                f"{given} describe the default policy, but a policy was given. Leave out one of "
+                "the two."
+            )
+        policy = networks.as_policy(policy)
         if agent.normalize_observations:
             policy = NormalizedPolicy(policy)
-        return dataclasses.replace(agent, policy=policy)
+        agent = dataclasses.replace(agent, policy=policy)
+        agent._check_policy()
+        return agent
+
+    def __post_init__(self) -> None:
+        if isinstance(self.env, str) or (self.policy is None and isinstance(self.discount, float)):
+            name = type(self).__name__
+            env = repr(self.env) if isinstance(self.env, str) else "env"
+            raise TypeError(f"{name}(...) makes no working agent. Use {name}.create({env}, ...).")
+
+    def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Called by `replace`: hyperparameters are checked as by `create`."""
+        known = self.hyperparameters()
+        return {k: known[k].check(x) if k in known else x for k, x in changes.items()}
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Any]:
@@ -200,10 +231,11 @@ class DistributedAgent(Node):
             squash=self.squash,
         )
 
-    def _check_policy(self, policy: Any) -> None:
-        """Raise if the policy does not fit spaces or algorithm; shapes only."""
+    def _check_policy(self) -> PyTree:
+        """The shape of the policy's values [2]; raise if it does not fit spaces or algorithm."""
         obs = spaces.zeros(self.env.observation_space, (2,))
-        networks.check_policy(policy, obs, self.env.action_space)
+        params = jax.eval_shape(lambda key: self.acting_params(self.init_learner(key)), key_shape())
+        return networks.check_policy(self.policy, obs, self.env.action_space, params).value
 
     def _validate(self) -> None:
         """Raise if the sizes do not fit each other; called by `create` before anything is built."""
@@ -212,11 +244,7 @@ class DistributedAgent(Node):
                 f"num_envs * num_steps must be below 2**31, got {self.num_envs} * "
                 f"{self.num_steps} = {self.steps_per_iteration}. Use less of either."
             )
-        if self.num_envs % self.num_actors:
-            raise ValueError(
-                f"num_actors must divide num_envs = {self.num_envs}, got {self.num_actors}. "
-                f"Use one of {divisors(self.num_envs)}."
-            )
+        check_divides("num_actors", self.num_actors, self.num_envs, "num_envs")
 
     # Sizes.
 
@@ -271,7 +299,7 @@ class DistributedAgent(Node):
                 f"{self.env} runs on the host, so its reset is not pure. Use agent.train(...), or "
                 "a jaxroll.collectors.HostCollector and agent.update in a loop of your own."
             )
-        params_key, actors_key = jax.random.split(key)
+        params_key, actors_key = jax.random.split(check_key("key", key))
         learner = self.init_learner(params_key)
         actors = jax.vmap(self.init_actor)(self.actor_keys(actors_key))
 
@@ -357,7 +385,7 @@ class DistributedAgent(Node):
         return actor.replace(reward_sums=jnp.zeros(self.envs_per_actor, jnp.float32))
 
     def init_extras(self, params: PyTree) -> PyTree:
-        """`LearnerState.extras` at the start; called by `init_learner`. None: nothing."""
+        """`LearnerState.extras` at the start: an algorithm's own state. None: nothing."""
         return None
 
     @abc.abstractmethod
@@ -405,6 +433,7 @@ class DistributedAgent(Node):
           (state, metrics): metrics are sums, `jaxroll.metrics.compute` gives the numbers.
         """
         check_reduction(reduction)
+        _check_state(state)
         actors, rollouts = map_actors(
             lambda actor: self.run(state.learner, actor), state.actors, reduction=reduction
         )
@@ -594,6 +623,8 @@ class DistributedAgent(Node):
           >>> act(jnp.zeros((2, 4))).shape
           (2,)
         """
+        _check_state(state)
+        check_flag("deterministic", deterministic)
         params = self.acting_params(state.learner)
         policy, recurrent = self.policy, self.is_recurrent
 
@@ -620,3 +651,22 @@ def _valid_weights(transition: Any) -> Array:
     if transition.valid is not None:
         return transition.valid.astype(jnp.float32)
     return jnp.ones(transition.terminated.shape, jnp.float32)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a TrainState, as agent.init(key) gives it, got {state!r}.")
+
+
+def clear_rows(transition: Transition, weights: Array) -> Transition:
+    """Zeros in rows of weight 0, flags and masks apart: such rows may hold anything, NaN too."""
+
+    def clear(x: Array) -> Array:
+        return x if x.dtype == bool else losses.safe_rows(x, weights)
+
+    return jax.tree.map(clear, transition)
+
+
+def key_shape() -> Any:
+    """The shape of a key, for `jax.eval_shape`."""
+    return jax.eval_shape(lambda: jax.random.key(0))

@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxroll import losses, metrics as metrics_lib, networks, spaces
+from jaxroll import losses, metrics as metrics_lib, networks
 from jaxroll.agents.base import LearnerState
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.agents.on_policy import OnPolicyAgent, gradient_metrics, summed
-from jaxroll.learners import map_actors, minibatch_updates
+from jaxroll.agents.on_policy import OnPolicyAgent, checked_loss, gradient_metrics, summed
+from jaxroll.learner import map_actors, minibatch_updates
 from jaxroll.metrics import Mean, Sum
-from jaxroll.optimizers import clipped_adam
 from jaxroll.storages import DecoupledRolloutStorage
 from jaxroll.types import Array, Minibatch, PyTree
 
@@ -76,21 +75,6 @@ class DAAC(OnPolicyAgent):
             squash=self.squash,
         )
 
-    def _check_policy(self, policy: Any) -> None:
-        super()._check_policy(policy)
-        params = jax.eval_shape(
-            policy.init,
-            jax.eval_shape(lambda: jax.random.key(0)),
-            spaces.zeros(self.env.observation_space, (2,)),
-        )
-        parts = sorted(params) if isinstance(params, Mapping) else type(params).__name__
-        if parts != ["actor", "critic"]:
-            raise ValueError(
-                'DAAC needs a decoupled policy, whose params are {"actor": …, "critic": …}, got '
-                f"{parts}. Use policy=jaxroll.networks.make_decoupled_policy(observation_space, "
-                "action_space), or leave policy out."
-            )
-
     def make_storage(self, example: Any, carry: PyTree) -> Any:
         """A `DecoupledRolloutStorage`, unless another was given."""
         if self.storage is not None:
@@ -106,6 +90,13 @@ class DAAC(OnPolicyAgent):
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """One optimiser for the actor, one for the critic."""
+        parts = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+        if parts != ["actor", "critic"]:
+            raise ValueError(
+                'DAAC needs a decoupled policy, whose params are {"actor": …, "critic": …}, got '
+                f"{parts}. Use policy=jaxroll.networks.make_decoupled_policy(observation_space, "
+                "action_space), or leave policy out."
+            )
         return {
             name: self.optimizer(self.learning_rate).init(params[name])
             for name in ("actor", "critic")
@@ -114,16 +105,15 @@ class DAAC(OnPolicyAgent):
     def value_optimizer(self, learner: LearnerState) -> optax.GradientTransformation:
         """As the policy's, with its own step size, decaying alike."""
         scale = self.current_learning_rate(learner) / self.learning_rate
-        return clipped_adam(
-            self.value_learning_rate * scale, self.max_grad_norm, epsilon=self.adam_epsilon
-        )
+        return self.optimizer(self.value_learning_rate * scale)
 
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
         """The policy's loss of one minibatch."""
         step, weights = batch.transition, batch.weights
         output = self.outputs(params, batch)
         log_prob = output.distribution.log_prob(step.action)
-        advantages = self.advantages(batch)
+        assert batch.targets is not None
+        advantages = batch.targets.advantages
         policy_loss, weight = losses.clipped_policy_loss(
             log_prob, step.log_prob, advantages, weights, clip_epsilon=self.clip_epsilon
         )
@@ -179,14 +169,15 @@ class DAAC(OnPolicyAgent):
                 reduction=across["reduction"],
             )
             return minibatch_updates(
-                lambda part, batch: loss(
-                    self.with_normalizer({**params, name: part}, learner), batch
+                lambda part, batch: checked_loss(
+                    loss, self.with_normalizer({**params, name: part}, learner), batch
                 ),
                 optimizer,
                 params[name],
                 opt_state[name],
                 rows,
                 plans,
+                prepare=self.prepare,
                 **across,
             )
 

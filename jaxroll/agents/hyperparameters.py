@@ -11,24 +11,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.core
 import numpy as np
 from flax import struct
 
-from jaxroll.checks import unknown_name
-from jaxroll.types import as_leaf
-
-_RULES = {
-    "> 0": lambda x: x > 0,
-    ">= 0": lambda x: x >= 0,
-    ">= 1": lambda x: x >= 1,
-    "in [0, 1]": lambda x: (x >= 0) & (x <= 1),
-}
+from jaxroll.checks import (
+    RULES,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    unknown_name,
+)
 
 
 def leaf(
-    default: float | None, help: str, rule: str | None = None, none: float | None = None
+    default: float | None,
+    help: str,
+    rule: str | None = None,
+    none: float | None = None,
+    streams: bool = False,
 ) -> Any:
     """A number that enters a formula: an array leaf of the agent.
 
@@ -38,6 +39,7 @@ def leaf(
       rule: one of "> 0", ">= 0", ">= 1", "in [0, 1]".
       none: what None stands for, such as infinity, which no other may be; None: it may not be
         None.
+      streams: whether it may be a dict with a number for each stream of values.
 
     Example:
       >>> from jaxroll.types import Node
@@ -48,8 +50,7 @@ def leaf(
         ...
       ValueError: step_size must be > 0, got -1.0.
     """
-    metadata = {"help": help, "rule": rule, "none": none, "static": False}
-    return struct.field(default=default, metadata={"hyperparameter": metadata})
+    return _field(False, default=default, help=help, rule=rule, none=none, streams=streams)
 
 
 def static(default: Any, help: str, rule: str | None = None, choices: tuple[Any, ...] = ()) -> Any:
@@ -58,18 +59,24 @@ def static(default: Any, help: str, rule: str | None = None, choices: tuple[Any,
     Args:
       default: its value; its type is the expected one (None: anything).
       help: one sentence.
-      rule: as for `leaf`.
+      rule: as for `leaf`: the value is a count, or None where that is the default.
       choices: the allowed values, if they are few.
 
     Example:
+      >>> import jax
       >>> from jaxroll.types import Node
       >>> class Rule(Node):
       ...     order: str = static("random", "of the rows", choices=("random", "given"))
       >>> jax.tree.leaves(Rule()), hyperparameters_of(Rule)["order"].is_static
       ([], True)
     """
-    metadata = {"help": help, "rule": rule, "choices": choices, "static": True}
-    return struct.field(pytree_node=False, default=default, metadata={"hyperparameter": metadata})
+    return _field(True, default=default, help=help, rule=rule, choices=choices)
+
+
+def _field(is_static: bool, *, default: Any, rule: str | None, **info: Any) -> Any:
+    check_choice("rule", rule, (None, *RULES))
+    metadata = {"hyperparameter": {"rule": rule, "is_static": is_static, **info}}
+    return struct.field(pytree_node=not is_static, default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,80 +90,48 @@ class Hyperparameter:
     is_static: bool
     choices: tuple[Any, ...] = ()
     none: float | None = None
+    streams: bool = False
 
     def check(self, value: Any) -> Any:
         """The value as the field stores it, or an error that names the rule."""
         if self.is_static:
             return self._check_static(value)
-        if value is None:
-            if self.none is None:
-                raise ValueError(f"{self.name} must be a number, got None.")
+        if not isinstance(value, dict) or not self.streams:
+            return self._check_number(self.name, value)
+        if not value or not all(isinstance(stream, str) for stream in value):
+            raise ValueError(
+                f"{self.name} must be a number, or a dict with one for each stream of values, got "
+                f"{value!r}."
+            )
+        return {k: self._check_number(f"{self.name}[{k!r}]", x) for k, x in value.items()}
+
+    def _check_number(self, name: str, value: Any) -> Any:
+        if value is None and self.none is not None:
             value = self.none
-        if isinstance(value, str | bytes | bool):
-            raise TypeError(f"{self.name} must be a number, got {value!r}.")
-        value = as_leaf(float(value) if isinstance(value, int) else value)
-        if not isinstance(value, jax.core.Tracer):
-            numbers = np.asarray(value)
-            if numbers.dtype.kind not in "fiu":
-                raise TypeError(f"{self.name} must be a number, got {value!r}.")
-            self._check_rule(numbers)
-            self._check_finite(numbers)
-        return value
+        finite = self.none is None or not np.isinf(self.none)
+        check_number(name, value, self.rule, finite=finite, shape=None)
+        is_numpy = isinstance(value, int | float | np.ndarray | np.generic)
+        return np.asarray(value, np.float32) if is_numpy else value
 
     def _check_static(self, value: Any) -> Any:
-        if not isinstance(value, str | bytes) and isinstance(value, Sequence):
-            value = tuple(value)
-        if self.choices and value not in self.choices:
-            options = ", ".join(repr(c) for c in self.choices)
-            raise ValueError(f"{self.name} must be one of {options}, got {value!r}.")
-        kind = type(self.default)
-        if isinstance(self.default, int) and not self.choices:
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            if isinstance(value, np.integer):
-                value = int(value)
-            if type(value) is not kind:
-                raise TypeError(f"{self.name} must be of type {kind.__name__}, got {value!r}.")
-            if int(value) >= 2**31:  # what a size of an array, or a count on a device, can be
-                raise ValueError(f"{self.name} must be below 2**31, got {value}.")
-        if self.rule is not None and value is not None:
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"{self.name} must be an integer or None, got {value!r}.")
-            self._check_rule(np.asarray(value))
-        return value
-
-    def _check_rule(self, value: np.ndarray) -> None:
-        if np.isnan(value).any():
-            raise ValueError(f"{self.name} must be a number, got nan.")
-        if self.rule is not None and not _RULES[self.rule](value).all():
-            shown = value.item() if value.ndim == 0 else value.tolist()
-            raise ValueError(f"{self.name} must be {self.rule}, got {shown}.")
-
-    def _check_finite(self, value: np.ndarray) -> None:
-        infinite = np.isinf(value)
-        if infinite.any() and not (self.none is not None and np.isinf(self.none)):
-            shown = value.item() if value.ndim == 0 else value.tolist()
-            raise ValueError(f"{self.name} must be finite, got {shown}.")
+        if self.choices:
+            return check_choice(self.name, value, self.choices)
+        if isinstance(self.default, bool):
+            return check_flag(self.name, value)
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            return tuple(check_count(f"{self.name}[{i}]", n) for i, n in enumerate(value))
+        if self.rule is None or value is self.default is None:
+            return value
+        return check_count(self.name, value, at_least=0 if self.rule == ">= 0" else 1)
 
 
 def hyperparameters_of(cls: type) -> dict[str, Hyperparameter]:
     """All hyperparameters of an agent class, in the order of their definition."""
-    found = {}
-    for field in dataclasses.fields(cls):
-        info = field.metadata.get("hyperparameter")
-        if info is not None:
-            found[field.name] = Hyperparameter(
-                name=field.name,
-                default=field.default,
-                help=info["help"],
-                rule=info["rule"],
-                is_static=info["static"],
-                choices=info.get("choices", ()),
-                none=info.get("none"),
-            )
-    return found
+    return {
+        field.name: Hyperparameter(field.name, field.default, **field.metadata["hyperparameter"])
+        for field in dataclasses.fields(cls)
+        if "hyperparameter" in field.metadata
+    }
 
 
 def resolve(cls: type, given: dict[str, Any]) -> dict[str, Any]:

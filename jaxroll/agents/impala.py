@@ -23,14 +23,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState
+from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState, clear_rows
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.checks import divisors
+from jaxroll.checks import check_divides
 from jaxroll.envs import time_limit
-from jaxroll.learners import Reduction, gradient, map_actors
+from jaxroll.learner import Reduction, apply_gradient, gradient, map_actors
 from jaxroll.metrics import Last, Mean, Sum
-from jaxroll.optimizers import apply_gradient, clipped_rmsprop
 from jaxroll.storages import DistributedStorage, Unrolls
 from jaxroll.types import ActorState, Array, PyTree, Rollout
 from jaxroll.varying import replicate
@@ -78,20 +77,9 @@ class IMPALA(DistributedAgent):
 
     def _validate(self) -> None:
         super()._validate()
-        for name, number, of, total in (
-            ("batch_size", self.batch_size, "num_envs", self.num_envs),
-            ("num_envs", self.num_envs, "num_storages", self.num_storages),
-        ):
-            if total % number:
-                raise ValueError(
-                    f"{name} must divide {of} = {total}, got {number}. Use one of "
-                    f"{divisors(total)}."
-                )
-        if self.batch_size % self.num_actors:
-            raise ValueError(
-                f"num_actors must divide batch_size = {self.batch_size}, got {self.num_actors}. "
-                f"Use one of {divisors(self.batch_size)}."
-            )
+        check_divides("batch_size", self.batch_size, self.num_envs, "num_envs")
+        check_divides("num_envs", self.num_envs, self.num_storages, "num_storages")
+        check_divides("num_actors", self.num_actors, self.batch_size, "batch_size")
         if self.normalize_rewards and self.num_storages > self.num_envs:
             raise ValueError(
                 "normalize_rewards scales rewards when they are collected, with the spread known "
@@ -191,11 +179,9 @@ class IMPALA(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """RMSprop behind a clip of the gradient's norm."""
-        return clipped_rmsprop(
-            learning_rate,
-            self.max_grad_norm,
-            decay=self.rmsprop_decay,
-            epsilon=self.rmsprop_epsilon,
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),
+            optax.rmsprop(learning_rate, decay=self.rmsprop_decay, eps=self.rmsprop_epsilon),
         )
 
     def init_optimizer(self, params: PyTree) -> PyTree:
@@ -209,9 +195,7 @@ class IMPALA(DistributedAgent):
         weights = jnp.broadcast_to(batch.weights[None], shape)
         if step.valid is not None:
             weights = weights * step.valid
-            # Rows of weight 0 may hold anything, and what acted on NaN has acted NaN.
-            obs, action = losses.safe_rows((step.obs, step.action), weights)
-            step = step.replace(obs=obs, action=action)
+            step = clear_rows(step, weights)
             batch = batch.replace(transition=step)
         output, last_values, bootstrap_values = self.values(params, batch)
         log_prob = output.distribution.log_prob(step.action)

@@ -6,26 +6,29 @@ An algorithm of this kind gives a loss; PPO and A2C are two, and a user's own is
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import PLAN_FOLD, DistributedAgent, LearnerState, TrainState
+from jaxroll.agents.base import (
+    PLAN_FOLD,
+    DistributedAgent,
+    LearnerState,
+    TrainState,
+    clear_rows,
+    key_shape,
+)
 from jaxroll.agents.explained import ExplainedVariance
 from jaxroll.agents.hyperparameters import leaf, static
-from jaxroll.checks import divisors
-from jaxroll.learners import (
-    Reduction,
-    map_actors,
-    minibatch_updates,
-    sum_actors,
-)
-from jaxroll.metrics import Last, Mean, Sum
-from jaxroll.optimizers import clipped_adam
+from jaxroll.checks import check_divides
+from jaxroll.learner import Reduction, map_actors, minibatch_updates, sum_actors
+from jaxroll.metrics import Last, Mean, Sum, as_metrics
 from jaxroll.storages import RolloutStorage, Storage
 from jaxroll.types import Array, Minibatch, PolicyOutput, PyTree, Rollout
 
@@ -39,17 +42,56 @@ class OnPolicyAgent(DistributedAgent):
       ...         log_prob = self.outputs(params, batch).distribution.log_prob(
       ...             batch.transition.action)
       ...         loss, weight = losses.policy_gradient_loss(
-      ...             log_prob, self.advantages(batch), batch.weights)
+      ...             log_prob, batch.targets.advantages, batch.weights)
       ...         return loss, weight, {"loss": Mean(loss, weight)}
       >>> plain = Plain.create("CartPole-v1", num_envs=4, num_steps=8)
       >>> state = jax.eval_shape(plain.init, jax.random.key(0))
       >>> "loss" in jax.eval_shape(plain.train_step, state)[1]
       True
+
+    The policy's `value` may be a dict of streams, and the rewards of a rollout a dict of the same
+    keys (`run` may add one, such as a bonus for novelty). Each stream then has its own returns and
+    advantages; γ, λ and the weight of its advantages may be dicts too:
+
+      A = Σ c A(stream)
+
+    Example, a second stream of rewards that counts half:
+      >>> import jaxroll
+      >>> class Curious(jaxroll.PPO):
+      ...     def run(self, learner, actor):
+      ...         actor, rollout = super().run(learner, actor)
+      ...         step = rollout.transition
+      ...         bonus = jnp.abs(step.obs[..., 0])
+      ...         step = step.replace(reward={"extrinsic": step.reward, "intrinsic": bonus})
+      ...         return actor, rollout.replace(transition=step)
+      >>> def apply(params, carry, obs, is_first):
+      ...     value = {name: obs @ params[name] for name in ("extrinsic", "intrinsic")}
+      ...     distribution = jaxroll.distributions.Categorical(obs @ params["policy"])
+      ...     return carry, jaxroll.PolicyOutput(distribution, value)
+      >>> def init(key, obs):
+      ...     zeros = jnp.zeros(4)
+      ...     return {"policy": jnp.zeros((4, 2)), "extrinsic": zeros, "intrinsic": zeros}
+      >>> agent = Curious.create(
+      ...     "CartPole-v1",
+      ...     policy=jaxroll.networks.FunctionPolicy(init, apply),
+      ...     discount={"extrinsic": 0.99, "intrinsic": 0.999},
+      ...     gae_lambda=0.95,
+      ...     stream_coef={"extrinsic": 1.0, "intrinsic": 0.5},
+      ... )
+      >>> state = jax.eval_shape(agent.init, jax.random.key(0))
+      >>> state.learner.params["intrinsic"].shape
+      (4,)
     """
 
     storage: Any = struct.field(pytree_node=False, default=None)
 
-    gae_lambda: Array = leaf(0.95, "λ of the advantage estimate", "in [0, 1]")
+    discount: PyTree = leaf(0.99, "γ; or one for each stream of values", "in [0, 1]", streams=True)
+    gae_lambda: PyTree = leaf(
+        0.95, "λ of the advantage estimate; or one for each stream", "in [0, 1]", streams=True
+    )
+    stream_coef: PyTree = leaf(
+        1.0, "weight of each stream's advantages, where values have streams", ">= 0", streams=True
+    )
     num_epochs: int = static(1, "passes over each rollout", ">= 1")
     num_mini_batch: int = static(1, "minibatches per pass", ">= 1")
     normalize_advantage: str | None = static(
@@ -74,19 +116,24 @@ class OnPolicyAgent(DistributedAgent):
             dicts with a number for each stream of values. None: `RolloutStorage`.
           **hyperparameters: see `cls.hyperparameters()`.
         """
-        agent = super().create(env, policy=policy, **hyperparameters)
-        return agent.replace(storage=storage)
+        if storage is not None and not callable(storage):
+            raise TypeError(
+                "storage must be a function from one step to a storage, such as "
+                f"RolloutStorage.create_factory(num_steps), got {storage!r}."
+            )
+        agent = super().create(env, policy=policy, **hyperparameters).replace(storage=storage)
+        is_own = not type(agent).loss.__module__.startswith("jaxroll.")
+        is_single = all(np.ndim(x) == 0 for x in jax.tree.leaves(agent))
+        if is_own and is_single and not agent.is_host:  # a loss of the user's: shapes alone
+            jax.eval_shape(lambda key: agent.train_step(agent.init(key)), key_shape())
+        return agent
 
     def _validate(self) -> None:
         super()._validate()
         per_actor = self.envs_per_actor * self.num_steps
         what = f"envs per actor * num_steps = {self.envs_per_actor} * {self.num_steps}"
         length = self.sequence_length or self.num_steps
-        if self.num_steps % length:
-            raise ValueError(
-                f"sequence_length must divide num_steps = {self.num_steps}, got {length}. Use one "
-                f"of {divisors(self.num_steps)}."
-            )
+        check_divides("sequence_length", length, self.num_steps, "num_steps")
         if self.network in ("lstm", "gru"):
             per_actor = per_actor // length
             what = f"sequences per actor = {self.envs_per_actor} * {self.num_steps} / {length}"
@@ -95,11 +142,25 @@ class OnPolicyAgent(DistributedAgent):
                 f"sequence_length = {self.sequence_length} is for recurrent policies, got network "
                 f'{self.network!r}. Use network="lstm", or leave it out.'
             )
-        if per_actor % self.num_mini_batch:
+        check_divides("num_mini_batch", self.num_mini_batch, per_actor, what)
+
+    def _check_policy(self) -> PyTree:
+        value = super()._check_policy()
+        streams = sorted(value) if isinstance(value, dict) else None
+        for name in ("discount", "gae_lambda", "stream_coef"):
+            given = getattr(self, name)
+            if isinstance(given, dict) and sorted(given) != streams:
+                of_policy = "a single array" if streams is None else f"of the streams {streams}"
+                raise ValueError(
+                    f"{name} has the streams {sorted(given)}, but the policy's value is "
+                    f"{of_policy}. Give one number, or one for each stream of the policy."
+                )
+        if streams is not None and self.normalize_rewards:
             raise ValueError(
-                f"num_mini_batch must divide {what} = {per_actor}, got {self.num_mini_batch}. Use "
-                f"one of {divisors(per_actor)}."
+                f"normalize_rewards scales one stream of rewards, but the policy's value has "
+                f"{streams}. Scale them where they are made, and leave it out."
             )
+        return value
 
     @abc.abstractmethod
     def loss(self, params: PyTree, batch: Minibatch) -> tuple[Array, Array, dict[str, Any]]:
@@ -109,31 +170,42 @@ class OnPolicyAgent(DistributedAgent):
           params: of the policy; give them to `self.outputs(params, batch)`.
           batch: leaves [N, ...], or [L, N, ...] sequences for a recurrent policy.
 
-        A loss that only adds up rows (with `self.advantages` for what needs them all) is faster on
-        a CPU if it says so: decorate it with `jaxroll.learners.adds_over_rows`.
+        The batch comes from `prepare`: its `targets.advantages` are what to use. A plain array as
+        a metric counts as a mean. A loss that only adds up rows is faster on a CPU if it says so:
+        decorate it with `jaxroll.learner.adds_over_rows`.
         """
 
     def outputs(self, params: PyTree, batch: Minibatch) -> PolicyOutput:
         """What the policy says of the minibatch now, recurrent or not."""
         step = batch.transition
-        obs = step.obs
-        if step.valid is not None:  # rows of weight 0 may hold anything
-            obs = losses.safe_rows(obs, batch.weights)
         if batch.initial_carry is None:
-            return self.policy.apply(params, (), obs, step.is_first)[1]
-        return self.policy.unroll(params, batch.initial_carry, obs, step.is_first)[1]
+            return self.policy.apply(params, (), step.obs, step.is_first)[1]
+        return self.policy.unroll(params, batch.initial_carry, step.obs, step.is_first)[1]
 
-    def advantages(self, batch: Minibatch) -> Array:
-        """The minibatch's advantages, streams added up, normalised if so chosen."""
-        assert batch.targets is not None
-        advantages = sum(jax.tree.leaves(batch.targets.advantages))
-        if self.normalize_advantage == "minibatch":
-            advantages = estimators.normalize(advantages, batch.weights)
-        return jnp.asarray(advantages)
+    def prepare(self, batch: Minibatch) -> Minibatch:
+        """What the loss sees of an actor's minibatch: called before the loss, on all its rows.
 
-    def _with_advantages(self, batch: Minibatch) -> Minibatch:
-        assert batch.targets is not None
-        return batch.replace(targets=batch.targets.replace(advantages=self.advantages(batch)))
+        Advantages are added over streams and normalised, if so chosen; rows that are not valid are
+        cleared, so that a NaN in one reaches no gradient.
+        """
+        targets = batch.targets
+        if targets is not None and targets.advantages is not None:
+            advantages = self._combined(targets.advantages)
+            if self.normalize_advantage == "minibatch":
+                advantages = estimators.normalize(advantages, batch.weights)
+            targets = targets.replace(advantages=advantages)
+        step = batch.transition
+        if step.valid is not None:
+            step = clear_rows(step, batch.weights)
+        return batch.replace(transition=step, targets=targets)
+
+    def _combined(self, advantages: PyTree) -> Array:
+        """Σ c A over the streams; a single stream as it is."""
+        if not isinstance(advantages, dict):
+            return advantages
+        coefs = self.stream_coef
+        coefs = coefs if isinstance(coefs, dict) else dict.fromkeys(advantages, coefs)
+        return jnp.asarray(sum(coefs[name] * advantages[name] for name in sorted(advantages)))
 
     @property
     def collect_options(self) -> dict[str, Any]:
@@ -144,7 +216,10 @@ class OnPolicyAgent(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """Adam behind a clip of the gradient's norm."""
-        return clipped_adam(learning_rate, self.max_grad_norm, epsilon=self.adam_epsilon)
+        return optax.chain(
+            optax.clip_by_global_norm(self.max_grad_norm),
+            optax.adam(learning_rate, eps=self.adam_epsilon),
+        )
 
     def init_optimizer(self, params: PyTree) -> PyTree:
         """Adam's moments at zero."""
@@ -162,7 +237,7 @@ class OnPolicyAgent(DistributedAgent):
         storage._check_targets()  # here it is known whether a `before_gradients` gave them
         if self.normalize_advantage == "rollout":  # of all streams together, as the loss adds them
             contents = storage.contents()
-            advantages = jnp.asarray(sum(jax.tree.leaves(contents.targets.advantages)))
+            advantages = self._combined(contents.targets.advantages)
             advantages = estimators.normalize(advantages, contents.weights)
             storage = storage.replace(targets=contents.targets.replace(advantages=advantages))
         return storage
@@ -194,6 +269,11 @@ class OnPolicyAgent(DistributedAgent):
             given = getattr(storage, name) if options is None else options.get(name)
             if not isinstance(given, dict):
                 storage = storage.update_storage_parameter(name, getattr(self, name))
+            elif isinstance(getattr(self, name), dict):
+                raise ValueError(
+                    f"{name} of each stream is given to the agent and to its storage. Leave out "
+                    "one of the two."
+                )
         return storage
 
     def plan_key(self, actor: Any) -> jax.Array:
@@ -244,24 +324,42 @@ class OnPolicyAgent(DistributedAgent):
             storages,
             reduction=across["reduction"],
         )
-        split_rows = plans.sequence_length is None and getattr(self.loss, "adds_over_rows", False)
-        trained, prepare = self, None
-        if split_rows:  # a normalisation needs all rows, so it comes before they are split
-            trained, prepare = self.replace(normalize_advantage=None), self._with_advantages
         params, opt_state, (metrics, report) = minibatch_updates(
-            lambda params, batch: trained.loss(self.with_normalizer(params, learner), batch),
+            lambda params, batch: checked_loss(
+                self.loss, self.with_normalizer(params, learner), batch
+            ),
             self.optimizer(self.current_learning_rate(learner)),
             learner.params,
             learner.opt_state,
             storages,
             plans,
-            prepare=prepare,
-            split_rows=split_rows,
+            prepare=self.prepare,
+            split_rows=plans.sequence_length is None
+            and getattr(self.loss, "adds_over_rows", False),
             **across,
         )
         metrics = summed(metrics)
         metrics |= gradient_metrics(report)
         return params, opt_state, metrics, self.num_epochs * self.num_mini_batch
+
+
+def checked_loss(loss: Callable[..., Any], params: PyTree, batch: Minibatch) -> Any:
+    """What a loss returns, if it is (Σ w·ℓ, Σ w, metrics); plain arrays in metrics become means."""
+    result = loss(params, batch)
+    if (
+        not isinstance(result, tuple)
+        or len(result) != 3
+        or jnp.shape(result[0]) != ()
+        or jnp.shape(result[1]) != ()
+        or not isinstance(result[2], Mapping)
+    ):
+        got = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
+        raise TypeError(
+            "loss must return (Σ w·ℓ, Σ w, metrics): the sum of the weighted losses, the sum of "
+            'the weights and a dict such as {"loss": Mean(loss, weight)}. The first two are what '
+            f"the functions of jaxroll.losses return. Got {got}."
+        )
+    return result[0], result[1], as_metrics(dict(result[2]))
 
 
 def summed(metrics: PyTree) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from jaxroll import losses
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent
-from jaxroll.learners import adds_over_rows
+from jaxroll.learner import adds_over_rows
 from jaxroll.metrics import Mean
 from jaxroll.types import Array, Minibatch, PyTree
 
@@ -62,7 +62,7 @@ class PPO(OnPolicyAgent):
         policy_loss, weight = losses.clipped_policy_loss(
             log_prob,
             step.log_prob,
-            self.advantages(batch),
+            batch.targets.advantages,
             weights,
             clip_epsilon=self.clip_epsilon,
         )

@@ -144,13 +144,16 @@ def split_time(tree: PyTree, shape: tuple[int, ...]) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
 
 
-def check_policy(policy: Policy, obs: PyTree, action_space: spaces.Space) -> None:
-    """Raise if the policy's output does not fit; shapes only, nothing is computed.
+def check_policy(
+    policy: Policy, obs: PyTree, action_space: spaces.Space, params: PyTree = None
+) -> PolicyOutput:
+    """The shapes of the policy's output; raise if it does not fit. Nothing is computed.
 
     Args:
       policy: any `Policy`.
       obs: an example, leaves [B, ...] (arrays or `jax.ShapeDtypeStruct`).
       action_space: what the policy acts in.
+      params: the shapes of the params with which `apply` is called; None: those of `init`.
 
     Example:
       >>> from jaxroll.networks import make_policy
@@ -163,7 +166,8 @@ def check_policy(policy: Policy, obs: PyTree, action_space: spaces.Space) -> Non
     batch = jax.tree.leaves(obs)[0].shape[0]
     is_first = jax.ShapeDtypeStruct((batch,), bool)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(policy.init, key, obs)
+    if params is None:
+        params = jax.eval_shape(policy.init, key, obs)
     carry = jax.eval_shape(lambda: policy.initial_carry(batch))
     result = jax.eval_shape(policy.apply, params, carry, obs, is_first)
 
@@ -187,6 +191,7 @@ def check_policy(policy: Policy, obs: PyTree, action_space: spaces.Space) -> Non
                 f"got {leaf.shape}.{hint}"
             )
     _check_distribution(output.distribution, key, batch, action_space)
+    return output
 
 
 def _is_output(output: Any) -> bool:

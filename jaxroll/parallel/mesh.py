@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxroll.checks import check_count, divisors
 from jaxroll.types import PyTree
 
 ACTORS = "actors"
@@ -26,7 +27,9 @@ def make_mesh(num_devices: int | None = None, *, devices: Any = None) -> Mesh:
       1
     """
     available = list(jax.devices() if devices is None else devices)
-    count = len(available) if num_devices is None else num_devices
+    count = len(available)
+    if num_devices is not None:
+        count = check_count("num_devices", num_devices, at_least=-(2**31))
     if not 1 <= count <= len(available):
         kind = available[0].platform if available else "any"
         way_out = (
@@ -55,7 +58,7 @@ def check_mesh(mesh: Mesh, num_actors: int, num_learners: int | None = None) -> 
             "jaxroll.parallel.make_mesh(...)."
         )
     if num_actors % mesh.size:
-        fitting = [d for d in range(1, num_actors + 1) if num_actors % d == 0]
+        fitting = divisors(num_actors)
         raise ValueError(
             f"the number of devices must divide num_actors = {num_actors}, got {mesh.size}. Use "
             f"make_mesh({max(d for d in fitting if d <= mesh.size)}), or a num_actors that is a "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,9 +11,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxroll import RolloutStorage, Transition, autoreset, spaces
+from jaxroll import PPO, PolicyOutput, RolloutStorage, Transition, autoreset, spaces
+from jaxroll.distributions import Categorical
 from jaxroll.estimators import normalize
 from jaxroll.metrics import compute
+from jaxroll.networks import FunctionPolicy
 from tests.agents.agent_toys import (
     DRIFT,
     AnySpaces,
@@ -25,6 +28,7 @@ from tests.agents.agent_toys import (
 )
 from tests.tiers import plain
 
+KEY = jax.random.key(0)
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 
 
@@ -121,6 +125,7 @@ def test_ppo_clips_ratio_and_value_of_params_that_moved():
     batch = storage.minibatch(
         jax.tree.map(lambda x: x[0], storage.plan(None, num_mini_batch=1, shuffle=False))
     )
+    batch = agent.prepare(batch)
     moved = jax.tree.map(
         lambda x: x + 0.5 * jax.random.normal(jax.random.key(7), x.shape), state.learner.params
     )
@@ -217,7 +222,7 @@ def test_daac_trains_the_value_only_on_its_turn_and_counts_its_steps():
                 )
             ]
             assert (not all(same)) == moves
-            counts = [s.learner.opt_state[part].count for s in (before, after)]
+            counts = [optax.tree.get(s.learner.opt_state[part], "count") for s in (before, after)]
             epochs = {"actor": agent.num_epochs, "critic": agent.value_epochs}[part]
             assert counts[1] - counts[0] == moves * epochs * agent.num_mini_batch
         policy_steps = agent.num_epochs * agent.num_mini_batch
@@ -412,7 +417,7 @@ def test_advantages_are_normalised_once_in_each_mode():
         np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
         plan = storage.plan(jax.random.key(0), num_mini_batch=2)
         batch = storage.minibatch(jax.tree.map(lambda x: x[0], plan))
-        seen = agent.advantages(batch)
+        seen = agent.prepare(batch).targets.advantages
         picked = batch.targets.advantages
         expected = normalize(picked, batch.weights) if mode == "minibatch" else picked
         np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-6)
@@ -437,7 +442,8 @@ def test_streams_are_added_before_they_are_normalised():
     for mode, agent in agents.items():
         storage = agent.fill(rollout)
         plan = storage.plan(jax.random.key(0), num_mini_batch=1)
-        seen[mode] = agent.advantages(storage.minibatch(jax.tree.map(lambda x: x[0], plan)))
+        batch = agent.prepare(storage.minibatch(jax.tree.map(lambda x: x[0], plan)))
+        seen[mode] = batch.targets.advantages
     np.testing.assert_allclose(seen["rollout"], normalized(seen[None]), rtol=1e-4, atol=1e-5)
 
 
@@ -513,3 +519,108 @@ def test_lost_bootstraps_warn_once_and_are_counted():
         )
     assert len([w for w in caught if "bootstrapped" in str(w.message)]) == 1
     assert history["final_overflow"][-1] == 3 * agent.num_envs
+
+
+class TwoStreams(PPO):
+    """The reward twice, under two names."""
+
+    def run(self, learner, actor):
+        actor, rollout = super().run(learner, actor)
+        step = rollout.transition
+        streams = {"a": step.reward, "b": -3 * step.reward}
+        return actor, rollout.replace(transition=step.replace(reward=streams))
+
+
+def linear_policy(*streams):
+    """Logits and values linear in Drift's observations; without streams one value."""
+    names = streams or ("v",)
+
+    def init(key, obs):
+        return {"policy": jnp.zeros((2, 3)), **{name: jnp.ones(2) for name in names}}
+
+    def apply(params, carry, obs, is_first):
+        values = {name: obs @ params[name] for name in names}
+        value = values if streams else values["v"]
+        return carry, PolicyOutput(Categorical(obs @ params["policy"]), value)
+
+    return FunctionPolicy(init, apply)
+
+
+def test_each_stream_has_the_discount_lambda_and_weight_given_to_the_agent():
+    options = {"discount": {"a": 0.9, "b": 0.5}, "gae_lambda": {"a": 1.0, "b": 0.3}}
+    coefs = {"a": 1.0, "b": 0.25}
+    agent = TwoStreams.create(
+        DRIFT,
+        policy=linear_policy("a", "b"),
+        num_envs=4,
+        num_steps=8,
+        num_mini_batch=1,
+        normalize_advantage=None,
+        stream_coef=coefs,
+        **options,
+    )
+    _, rollouts = rollout_of(agent)
+    storage = agent.fill(jax.tree.map(lambda x: x[0], rollouts))
+    batch = agent.prepare(storage.contents())
+    expected = 0
+    for name, coef in coefs.items():
+        alone = {key: value[name] for key, value in options.items()}
+        of_stream = {
+            field: getattr(rollouts.transition, field)[name]
+            for field in ("reward", "value", "bootstrap_value")
+        }
+        one = rollouts.replace(
+            transition=rollouts.transition.replace(**of_stream),
+            last_value=rollouts.last_value[name],
+        )
+        expected = expected + coef * numpy_gae(SimpleNamespace(**alone), one)[0]
+    np.testing.assert_allclose(batch.targets.advantages, expected, rtol=1e-4, atol=1e-5)
+    metrics = jax.eval_shape(agent.train_step, jax.eval_shape(agent.init, KEY))[1]
+    assert {"value_loss", "explained_variance"} <= metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("streams", "options", "message"),
+    [
+        ((), {"discount": {"a": 0.9}}, r"discount has the streams \['a'\].*single array"),
+        (("a", "b"), {"gae_lambda": {"a": 0.9}}, r"gae_lambda has.*of the streams \['a', 'b'\]"),
+        (("a", "b"), {"stream_coef": {"a": 1, "c": 1}}, "stream_coef has the streams"),
+        (("a", "b"), {"discount": {"a": 0.9, "b": 1.5}}, r"discount\['b'\] must be in \[0, 1\]"),
+        (("a", "b"), {"discount": {}}, "a dict with one for each stream"),
+        (("a", "b"), {"normalize_rewards": True}, "normalize_rewards scales one stream"),
+        (("a", "b"), {"clip_epsilon": {"a": 1.0, "b": 1.0}}, "clip_epsilon must be a number"),
+    ],
+)
+def test_streams_that_do_not_fit_the_policy_are_refused(streams, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        PPO.create(DRIFT, policy=linear_policy(*streams), **options)
+
+
+def test_the_discounts_of_streams_are_given_once():
+    own = {"a": 0.5, "b": 0.9}
+    factory = RolloutStorage.create_factory(num_steps=8, discount=own)
+    agent = PPO.create(
+        DRIFT, policy=linear_policy("a", "b"), num_steps=8, discount=own, storage=factory
+    )
+    with pytest.raises(ValueError, match="given to the agent and to its storage"):
+        agent.make_storage(step_of_streams(), None)
+
+
+@pytest.mark.parametrize("name", plain(["ppo", "a2c", "daac"], ["ppo"]))
+def test_invalid_rows_reach_no_gradient(name):
+    env = autoreset(AnySpaces(spaces.Box.create(0, 1, (2,)), spaces.Box.create(-1, 1, (2,))))
+    agent = small(name, env, num_steps=8)
+    state, rollouts = rollout_of(agent)
+    step = rollouts.transition
+    valid = jnp.ones(step.reward.shape, bool).at[:, 5].set(False)  # a host resets after the end
+
+    def with_row(number):
+        def put(x):
+            return x.at[:, 5].set(number) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return rollouts.replace(transition=jax.tree.map(put, step).replace(valid=valid))
+
+    ordinary, unusable = (update(agent, state, with_row(x)) for x in (0.5, jnp.nan))
+    assert not unusable[1]["nonfinite"].result().any()
+    assert unusable[1]["grad_norm"].result() > 0
+    chex.assert_trees_all_equal(ordinary[0].learner.params, unusable[0].learner.params)

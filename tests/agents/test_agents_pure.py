@@ -9,9 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import IMPALA, PPO, RolloutStorage, make_env, metrics as metrics_lib, spaces
+from jaxroll import (
+    A2C,
+    IMPALA,
+    PPO,
+    OnPolicyAgent,
+    PolicyOutput,
+    RolloutStorage,
+    make_env,
+    metrics as metrics_lib,
+    parallel,
+    spaces,
+)
+from jaxroll.agents import leaf
+from jaxroll.distributions import Categorical
 from jaxroll.envs import autoreset
-from jaxroll.networks import make_policy
+from jaxroll.networks import FunctionPolicy, make_policy
+from jaxroll.sweeps import sweep
 from tests.agents.agent_toys import (
     CLOCK,
     DRIFT,
@@ -241,13 +255,13 @@ BAD = {
     "sequence_length must divide": lambda: PPO.create(
         CLOCK, network="lstm", num_steps=8, sequence_length=3
     ),
-    "sequence_length must be >= 1, got 0": lambda: PPO.create(
+    "sequence_length must be at least 1, got 0": lambda: PPO.create(
         CLOCK, network="lstm", num_steps=8, sequence_length=0
     ),
-    "sequence_length must be >= 1, got -4": lambda: PPO.create(
+    "sequence_length must be at least 1, got -4": lambda: PPO.create(
         CLOCK, network="lstm", num_steps=8, sequence_length=-4
     ),
-    "sequence_length must be an integer or None, got 'all'": lambda: PPO.create(
+    "sequence_length must be an integer, got 'all'": lambda: PPO.create(
         CLOCK, network="lstm", sequence_length="all"
     ),
     "is for recurrent policies": lambda: PPO.create(CLOCK, sequence_length=4),
@@ -268,7 +282,7 @@ BAD = {
     "learning_rate must be finite, got inf": lambda: PPO.create(CLOCK, learning_rate=float("inf")),
     "entropy_coef must be finite": lambda: IMPALA.create(CLOCK, entropy_coef=np.array([0, np.inf])),
     "Did you mean 'learning_rate'": lambda: PPO.create(CLOCK, learning_rat=1e-3),
-    "num_envs must be of type int": lambda: PPO.create(CLOCK, num_envs="many"),
+    "num_envs must be an integer, got 'many'": lambda: PPO.create(CLOCK, num_envs="many"),
     "DAAC never shares its torso": lambda: SMALL["daac"][0].create(CLOCK, shared_torso=True),
     "DAAC needs a decoupled policy, whose params": lambda: SMALL["daac"][0].create(
         CLOCK, policy=make_policy(CLOCK.observation_space, CLOCK.action_space)
@@ -289,6 +303,95 @@ def test_bad_input_is_refused_before_anything_is_compiled(message):
     with pytest.raises((ValueError, TypeError)) as error:
         BAD[message]()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("cls", [PPO, IMPALA])
+def test_a_class_called_without_create_says_so(cls):
+    for arguments in (("CartPole-v1",), (CLOCK,), ()):
+        with pytest.raises(TypeError, match=rf"Use {cls.__name__}\.create\("):
+            cls(*arguments)
+
+
+def test_replacing_a_hyperparameter_checks_it():
+    ppo = small("ppo")
+    for name, value in (("discount", 1.5), ("learning_rate", "1"), ("gae_lambda", True)):
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be"):
+            ppo.replace(**{name: value})
+    assert np.isinf(ppo.replace(clip_epsilon=None).clip_epsilon)
+
+
+def mean_log_prob(agent, params, batch):
+    log_prob = agent.outputs(params, batch).distribution.log_prob(batch.transition.action)
+    return jnp.mean(log_prob)
+
+
+WRONG_LOSSES = {
+    "scalar": mean_log_prob,
+    "pair": lambda *args: (mean_log_prob(*args), {}),
+    "rows": lambda agent, params, batch: (batch.weights, jnp.sum(batch.weights), {}),
+    "no dict": lambda *args: (mean_log_prob(*args), jnp.ones(()), jnp.ones(())),
+    "nothing": lambda *args: None,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_LOSSES)
+def test_a_loss_that_returns_something_else_is_refused_at_create(kind):
+    class Mine(OnPolicyAgent):
+        loss = WRONG_LOSSES[kind]
+
+    with pytest.raises(TypeError, match=r"loss must return \(Σ w·ℓ, Σ w, metrics\).*Got"):
+        Mine.create(CLOCK, num_envs=2, num_steps=2)
+
+
+def test_an_agent_without_a_loss_and_a_rule_that_does_not_exist_are_refused():
+    class Mine(OnPolicyAgent):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine must define loss: help\(Mine\.loss\)"):
+        Mine.create(CLOCK)
+    with pytest.raises(ValueError, match=r"rule must be one of None, '> 0'.*got '>0'"):
+        leaf(0.5, "some number", ">0")
+
+
+class Counting(A2C):
+    """Counts its updates in `extras`, and its policy acts with params that the count scales."""
+
+    def init_extras(self, params):
+        return {"updates": jnp.zeros((), jnp.int32)}
+
+    def with_normalizer(self, params, learner):
+        return {"params": params, "scale": 1.0 + learner.extras["updates"]}
+
+    def update(self, state, rollouts, **across):
+        state, metrics = super().update(state, rollouts, **across)
+        extras = {"updates": state.learner.extras["updates"] + 1}
+        metrics["plain"] = jnp.array([1.0, 3.0])  # an array counts as a mean
+        return state.replace(learner=state.learner.replace(extras=extras)), metrics
+
+
+def counting():
+    def apply(bound, carry, obs, is_first):
+        params = jax.tree.map(lambda x: x * bound["scale"], bound["params"])
+        return carry, PolicyOutput(Categorical(obs @ params["logits"]), obs @ params["value"])
+
+    policy = FunctionPolicy(
+        lambda key, obs: {"logits": jnp.zeros((4, 2)), "value": jnp.zeros(4)}, apply
+    )
+    return Counting.create(CLOCK, policy=policy, num_envs=4, num_steps=2, num_actors=2)
+
+
+def test_an_algorithms_own_state_is_replicated_saved_and_swept(tmp_path):
+    agent = counting()  # `create` applied the policy with what `with_normalizer` gives
+    steps = 2 * agent.steps_per_iteration
+    state, history = agent.train(
+        steps, mesh=parallel.make_mesh(2), checkpoint_dir=tmp_path / "run", progress="silent"
+    )
+    assert state.learner.extras["updates"] == 2
+    assert state.learner.extras["updates"].sharding.is_fully_replicated
+    assert history.to_records()[-1]["plain"] == 2
+    assert agent.load(tmp_path / "run").learner.extras["updates"] == 2
+    result = sweep(agent, steps, seeds=[0, 1], progress="silent")
+    assert result.states.learner.extras["updates"].tolist() == [2, 2]
 
 
 def test_what_bounds_may_be_infinite():

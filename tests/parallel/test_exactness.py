@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxroll import parallel
 from jaxroll.agents import TrainState
 from jaxroll.distributions import Categorical
-from jaxroll.learners import map_actors
+from jaxroll.learner import map_actors
 from tests.agents.agent_toys import DRIFT, leaves_equal, small
 from tests.parallel.spread_agents import AGENTS
 

@@ -23,23 +23,20 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxroll.optimizers import apply_gradient, flatten
+from jaxroll.checks import check_choice
 from jaxroll.storages.minibatches import MinibatchPlan
 from jaxroll.types import Array, PyTree
 from jaxroll.varying import replicate, vary_as
 
 # On a CPU, rows that go through a loss together: their activations stay in the cache.
 CHUNK_ROWS = 2048
-# From so many steps on it pays to lay an optimiser's state out as vectors, and back again.
-_FLAT_UPDATES = 4
 Reduction = Literal["fast", "exact"]
 Loss = Callable[[PyTree, Any], tuple[Array, Array, PyTree]]
 
 
 def check_reduction(reduction: str) -> None:
     """Raise for anything but "fast" and "exact"."""
-    if reduction not in ("fast", "exact"):
-        raise ValueError(f'reduction must be "fast" or "exact", got {reduction!r}.')
+    check_choice("reduction", reduction, ("fast", "exact"))
 
 
 def map_actors(function: Callable[..., Any], *trees: PyTree, reduction: Reduction) -> Any:
@@ -194,19 +191,12 @@ def gradient(
         rows = chunk_rows(jax.tree.leaves(batch)[0].shape[0]) if split_rows else None
         if rows is None:
             return grad(params, batch)
-
-        def by_chunks(params: PyTree, batch: Any) -> Any:
-            chunks = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
-            shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], chunks))
-            start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            start = vary_as(start, like=(params, batch))
-            add = lambda a, chunk: (jax.tree.map(jnp.add, a, grad(params, chunk)), None)  # noqa: E731
-            return jax.lax.scan(add, start, chunks)[0]
-
-        def at_once(params: PyTree, batch: Any) -> Any:
-            return vary_as(grad(params, batch), like=(params, batch))
-
-        return jax.lax.platform_dependent(params, batch, cpu=by_chunks, default=at_once)
+        return jax.lax.platform_dependent(
+            params,
+            batch,
+            cpu=lambda params, batch: _sum_of_chunks(grad, params, batch, rows),
+            default=lambda params, batch: vary_as(grad(params, batch), like=(params, batch)),
+        )
 
     if reduction == "exact":
         stacked = map_actors(one, batches, reduction=reduction)
@@ -228,6 +218,61 @@ def gradient(
         scale = 1.0 / jnp.where(weight > 0, weight, 1)
         summed = jax.tree.map(lambda g: g * scale.astype(g.dtype), summed)
     return summed, metrics
+
+
+def _sum_of_chunks(grad: Callable[..., Any], params: PyTree, batch: Any, rows: int) -> Any:
+    """Σ grad(params, rows of the batch), so many rows at a time."""
+    chunks = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), batch)
+    shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], chunks))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(
+        lambda total, chunk: (jax.tree.map(jnp.add, total, grad(params, chunk)), None),
+        vary_as(start, like=(params, batch)),
+        chunks,
+    )[0]
+
+
+def apply_gradient(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, grads: PyTree
+) -> tuple[PyTree, PyTree, dict[str, Array]]:
+    """One optimiser step; a gradient that is not finite changes nothing and is counted.
+
+    Returns:
+      (params, opt_state, report): `grad_norm` [], before clipping, and `nonfinite` [leaves]
+      int32, 1 for each leaf of params whose gradient is not finite.
+
+    Example:
+      >>> adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+      >>> params, grads = {"w": jnp.zeros(2)}, {"w": jnp.array([3.0, -4.0])}
+      >>> params, _, report = apply_gradient(adam, params, adam.init(params), grads)
+      >>> params["w"].round(3), float(report["grad_norm"])
+      (Array([-0.1,  0.1], dtype=float32), 5.0)
+    """
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm)
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    # Chosen number by number, without a branch: a branch on data makes the host wait on a GPU.
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (optax.apply_updates(params, updates), new_state),
+        (params, opt_state),
+    )
+    return (
+        params,
+        opt_state,
+        {"grad_norm": jnp.where(finite, norm, 0), "nonfinite": _nonfinite(grads, finite)},
+    )
+
+
+def _nonfinite(grads: PyTree, finite: Array) -> Array:
+    """[leaves] 1 where a leaf's squares do not add up to a number, if the norm is not finite.
+
+    All squares may be finite and their sum not: then the leaf of the largest is named.
+    """
+    squares = jnp.stack([optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)])
+    bad = ~jnp.isfinite(squares)
+    largest = jnp.arange(len(squares)) == jnp.argmax(squares)
+    return (~finite & jnp.where(jnp.any(bad), bad, largest)).astype(jnp.int32)
 
 
 def minibatch_updates(
@@ -261,10 +306,7 @@ def minibatch_updates(
       (params, opt_state, metrics): metrics have a leading axis [E·M].
     """
     rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), plans)
-    num_updates, count = rows.indices.shape[:2]
-    restore: Callable[[PyTree], PyTree] = lambda state: state  # noqa: E731
-    if num_updates >= _FLAT_UPDATES:
-        optimizer, opt_state, restore = flatten(optimizer, params, opt_state)
+    count = rows.indices.shape[1]
 
     def step(carry: tuple[PyTree, PyTree], row: MinibatchPlan) -> tuple[Any, Any]:
         params, opt_state = carry
@@ -288,4 +330,4 @@ def minibatch_updates(
         return (params, opt_state), (metrics, report)
 
     (params, opt_state), metrics = jax.lax.scan(step, (params, opt_state), rows)
-    return params, restore(opt_state), metrics
+    return params, opt_state, metrics

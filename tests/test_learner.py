@@ -8,8 +8,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxroll import RolloutStorage, Transition, learners
-from jaxroll.learners import (
+from jaxroll import RolloutStorage, Transition, learner
+from jaxroll.learner import (
+    apply_gradient,
     check_reduction,
     gather_actors,
     gradient,
@@ -117,7 +118,7 @@ def test_gradient_is_the_same_where_jax_checks_what_varies(batches, reduction, n
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_rows_are_split_where_jax_checks_what_varies(batches, reduction, monkeypatch):
-    monkeypatch.setattr(learners, "chunk_rows", lambda num_rows: 2)
+    monkeypatch.setattr(learner, "chunk_rows", lambda num_rows: 2)
     mesh = jax.make_mesh((4,), ("actors",), axis_types=(AxisType.Auto,))
     grads, _ = jax.shard_map(
         lambda p, b: gradient(
@@ -235,14 +236,14 @@ def test_minibatch_updates_take_one_step_for_each_row_of_the_plan():
 
 
 def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ValueError, match='"fast" or "exact", got \'slow\''):
+    with pytest.raises(ValueError, match="'fast', 'exact', got 'slow'"):
         check_reduction("slow")
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 @pytest.mark.parametrize("num_actors", [1, 2])
 def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
-    rows = 3 * learners.CHUNK_ROWS
+    rows = 3 * learner.CHUNK_ROWS
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(num_actors, rows, 3)), jnp.float32)
     weights = jnp.asarray(rng.random((num_actors, rows)) < 0.7, jnp.float32)
@@ -254,14 +255,14 @@ def test_a_gradient_taken_by_chunks_is_the_gradient(reduction, num_actors):
 
     params = jnp.asarray([0.1, -0.2, 0.3])
     whole, split = (
-        learners.gradient(loss, params, (x, weights), reduction=reduction, split_rows=split_rows)
+        learner.gradient(loss, params, (x, weights), reduction=reduction, split_rows=split_rows)
         for split_rows in (False, True)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, split)
 
 
 def test_only_a_cpu_takes_rows_by_chunks():
-    rows = 2 * learners.CHUNK_ROWS
+    rows = 2 * learner.CHUNK_ROWS
     batch = {"x": jnp.ones((1, rows, 3)), "y": jnp.ones((1, rows)), "weight": jnp.ones((1, rows))}
     traced = jax.jit(lambda b: gradient(regression, PARAMS, b, split_rows=True)).trace(batch)
 
@@ -275,4 +276,41 @@ def test_only_a_cpu_takes_rows_by_chunks():
     ("rows", "chunk"), [(4096, 2048), (5120, 1280), (2048, None), (4093, None)]
 )
 def test_chunks_divide_the_rows(rows, chunk):
-    assert learners.chunk_rows(rows) == chunk
+    assert learner.chunk_rows(rows) == chunk
+
+
+OPTIMIZERS = {
+    "clipped adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(jnp.float32(0.1))),
+    "rmsprop": optax.rmsprop(jnp.float32(0.1), decay=jnp.float32(0.9), eps=jnp.float32(0.01)),
+}
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("seen", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(name, seen, bad):
+    optimizer = OPTIMIZERS[name]
+    params, opt_state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(seen):
+        good = {"w": jnp.array([1.0, 2.0, -1.0]), "b": jnp.array(1.0)}
+        params, opt_state, report = apply_gradient(optimizer, params, opt_state, good)
+        assert report["nonfinite"].tolist() == [0, 0]
+    grads = {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.array(1.0)}
+    after = apply_gradient(optimizer, params, opt_state, grads)
+    chex.assert_trees_all_equal(after[:2], (params, opt_state))
+    assert after[2]["nonfinite"].tolist() == [0, 1]  # leaves in order: b, w
+    assert after[2]["grad_norm"] == 0
+
+
+def test_a_sum_that_overflows_names_the_largest_leaf():
+    adam = OPTIMIZERS["clipped adam"]
+    large = {"w": jnp.full(3, 1.05e19), "b": jnp.array(1.0e19)}  # squares fit, their sum does not
+    after = apply_gradient(adam, PARAMS, adam.init(PARAMS), large)
+    chex.assert_trees_all_equal(after[0], PARAMS)
+    assert after[2]["nonfinite"].tolist() == [0, 1]
+
+
+def test_a_step_has_no_branch_on_data():
+    adam = OPTIMIZERS["clipped adam"]
+    step = jax.make_jaxpr(lambda *args: apply_gradient(adam, *args))
+    assert "cond[" not in str(step(PARAMS, adam.init(PARAMS), PARAMS))
