@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +149,7 @@ class VectorHostEnv(HostEnv):
         self._deadline = Deadline(env_timeout, self._waiting_for)
         self._current = [-1]  # the environment that is being stepped, if there is one at a time
         _check_members(envs, self._current)
+        _warn_of_fork(envs)
         self._ended = np.zeros(self.num_envs, bool)
         self._all = np.ones(self.num_envs, bool)
         self._all.flags.writeable = False
@@ -222,8 +225,6 @@ class VectorHostEnv(HostEnv):
 
     def _wait(self, wait: Callable[..., tuple]) -> tuple:
         """The answers of worker processes, none of them read before all are there."""
-        import multiprocessing
-
         try:
             return wait(timeout=self._deadline.seconds)
         except multiprocessing.TimeoutError:
@@ -321,6 +322,19 @@ def _autoreset_mode(envs: Any, mode: Any) -> str:
             'its metadata["autoreset_mode"], or pass autoreset_mode.'
         )
     return mode
+
+
+def _warn_of_fork(envs: Any) -> None:
+    """Warn of workers that were forked from this process, in which JAX may have threads."""
+    kinds = {getattr(type(p), "_start_method", None) for p in getattr(envs, "processes", ())}
+    if "fork" in {kind or multiprocessing.get_start_method() for kind in kinds}:
+        warnings.warn(
+            f"The workers of {envs} were forked, which can hang once JAX has started its threads. "
+            'Use AsyncVectorEnv(..., context="forkserver"), or make_env("gymnasium:…", '
+            'vectorization_mode="async"), which does.',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _check_members(envs: Any, current: list[int]) -> None:

@@ -1,5 +1,7 @@
 """Gymnasium's spaces, actions and ways of resetting, as one contract."""
 
+import contextlib
+import multiprocessing
 import subprocess
 import sys
 
@@ -328,3 +330,20 @@ def test_ale_breakout_rows_agree_in_every_mode(mode):
     if mode == "NextStep":
         assert not rows[length].valid.any()
         assert rows[length + 1].valid.all()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", None])
+def test_forked_workers_are_warned_of(method):
+    class Process:
+        _start_method = method
+
+    envs = ScriptedVector(2, "SameStep")
+    envs.processes = [Process()]
+    default = method or multiprocessing.get_start_method()
+    expected = (
+        pytest.warns(RuntimeWarning, match="context=.forkserver")
+        if default == "fork"
+        else contextlib.nullcontext()
+    )
+    with expected:
+        VectorHostEnv(envs)
