@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxroll.checks import check_path
-from jaxroll.train.checkpoint import Checkpointer, NoCheckpointError, load_pytree, save_pytree
+from jaxroll.checks import check_flag, check_path
+from jaxroll.train.checkpoint import Checkpointer, check_run, write_step
 from jaxroll.train.preflight import check_is_state
 from jaxroll.train.programs import make_program
+from jaxroll.train.step_files import (
+    MANIFEST,
+    REPLACED,
+    NoCheckpointError,
+    find,
+    read,
+    read_manifest,
+    remove,
+    take_snapshot,
+    together,
+    verify,
+)
+from jaxroll.types import PyTree
 
+_TAGS = (f"single/{n}" for n in itertools.count())  # the same on every process
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
 
 
@@ -101,3 +117,67 @@ def policy_of(agent: Any, path: str | Path) -> dict[str, Any]:
         return {"params": params}
     statistics, _ = load_pytree(source, like.obs_statistics, subtree="state/learner/obs_statistics")
     return {"params": params, "obs_statistics": statistics}
+
+
+def save_pytree(
+    path: str | os.PathLike[str],
+    tree: PyTree,
+    metadata: dict[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a tree of arrays and its metadata to a new directory; back when it is on the disk.
+
+    Args:
+      path: must not exist, unless `overwrite`; the old one goes when the new one is complete.
+      tree: any pytree of arrays, typed keys and Python numbers.
+      metadata: what JSON can hold; `load_pytree` gives it back.
+
+    Example:
+      >>> import tempfile, numpy as np
+      >>> path = tempfile.mkdtemp() + "/params"
+      >>> save_pytree(path, {"w": np.arange(3)}, {"network": "mlp"})
+      >>> load_pytree(path, {"w": np.zeros(3, int)})
+      ({'w': array([0, 1, 2])}, {'network': 'mlp'})
+    """
+    path = check_path("path", path)
+    check_flag("overwrite", overwrite)
+    tag = next(_TAGS)
+
+    def check() -> None:
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists. Choose another path, or pass overwrite=True.")
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Remove it.")
+
+    together(f"{tag}/check", check, primary_only=True)
+    write_step(path, take_snapshot(tree, {} if metadata is None else metadata), tag)
+    old = path.with_name(path.name + REPLACED)
+    together(f"{tag}/clean", lambda: remove(old), primary_only=True)
+
+
+def load_pytree(
+    path: str | os.PathLike[str], like: PyTree, *, subtree: str = "", shardings: PyTree = None
+) -> tuple[PyTree, dict[str, Any]]:
+    """The tree and the metadata at a path, verified; a mismatch names leaves and shapes.
+
+    Args:
+      path: a directory of `save_pytree`, one step of a run, or a run's checkpoint directory
+        (its newest intact step is taken).
+      like: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s.
+      subtree: take only what is saved below this path, for instance "state/learner/params".
+      shardings: where leaves go; see `Checkpointer.restore`.
+
+    Returns:
+      the tree, and the metadata (of a run's step: its config).
+    """
+    path = find(check_path("path", path))
+    if not (path / MANIFEST).is_file() and (run := Checkpointer(path)).numbers():
+        restored = run.restore(like, subtree=subtree, shardings=shardings)
+        return restored.state, restored.metadata["config"]
+    tag = next(_TAGS)
+    together(f"{tag}/verify", lambda: verify(path, read_manifest(path)), primary_only=True)
+    body = read_manifest(path)
+    check_run(path, body)
+    tree = read(path, body, like, tag=tag, subtree=subtree, shardings=shardings)
+    return tree, body["config"]

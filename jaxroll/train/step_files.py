@@ -9,13 +9,12 @@ Only arrays and JSON are stored: reading a stranger's checkpoint runs no code of
 from __future__ import annotations
 
 import contextlib
-import functools
+import datetime
 import hashlib
 import json
-import logging
 import os
-import sys
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll._version import __version__
+from jaxroll.train.arrays import read_arrays, write_arrays
 from jaxroll.types import PyTree
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"  # behind the name of a step that is being replaced
 FORMAT_VERSION = 2
 _FIELDS = {"run": str, "step": int, "config": dict, "metrics": dict, "leaves": dict, "files": dict}
 # Orbax writes these after the manifest; what is read does not depend on them.
 _UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _SCALARS = (bool, int, float, complex)
+TIMEOUT_SECONDS = 600  # longer than the barriers inside orbax (300 s), so that those report first
 _SHOWN = 8  # mismatches named in full before "and n more"
 
 
@@ -58,10 +60,21 @@ class Snapshot(NamedTuple):
     manifest: dict[str, Any]  # all but the files
 
 
-def take_snapshot(tree: PyTree, **manifest: Any) -> Snapshot:
+def take_snapshot(
+    tree: PyTree, config: dict[str, Any], step: int = 0, metrics: dict[str, float] | None = None
+) -> Snapshot:
     """Copy the leaves and describe them; the caller's own mistakes raise here."""
     leaves = _named_leaves(tree)
-    described = {name: _describe(name, leaf) for name, leaf in leaves.items()}
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "jaxroll_version": __version__,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "run": "",
+        "step": step,
+        "config": as_json("config", config),
+        "metrics": metrics or {},
+        "leaves": {name: _describe(name, leaf) for name, leaf in leaves.items()},
+    }
     data = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves.values()]
     for x in data:  # all transfers under way before the first is waited for
         if isinstance(x, jax.Array) and x.is_fully_addressable:
@@ -72,24 +85,13 @@ def take_snapshot(tree: PyTree, **manifest: Any) -> Snapshot:
         return x.copy() if spread else np.array(x)
 
     arrays = {f"{i:05d}": copy(x) for i, x in enumerate(data) if np.size(x)}
-    versions = {"format_version": FORMAT_VERSION, "jaxroll_version": __version__}
     # Orbax refuses a tree without arrays.
-    return Snapshot(arrays or {"none": np.zeros(1)}, {**versions, **manifest, "leaves": described})
+    return Snapshot(arrays or {"none": np.zeros(1)}, manifest)
 
 
 def write(directory: Path, snapshot: Snapshot, tag: str) -> None:
     """Write a new directory, on all processes together; it appears when it is complete."""
-    import orbax.checkpoint as ocp
-
-    with _orbax(tag) as checkpointer:
-        finish = checkpointer.handler.finalize  # called just before the rename, on process 0
-
-        def finalize(path: Any) -> None:
-            finish(path)
-            _seal(Path(path), snapshot.manifest)
-
-        checkpointer.handler.finalize = finalize
-        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(snapshot.arrays))
+    write_arrays(directory, snapshot.arrays, tag, lambda path: _seal(path, snapshot.manifest))
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -167,7 +169,10 @@ def read(
     forms = [_stored_form(leaf) for leaf in leaves.values()]
     numbers = [f"{saved[name][0]:05d}" for name in leaves]
     wanted = {n: (form, w) for n, form, w in zip(numbers, forms, where) if np.size(form)}
-    data = _read_arrays(directory, wanted, tag) if wanted else {}
+    try:
+        data = read_arrays(directory, wanted, tag) if wanted else {}
+    except Exception as error:
+        raise DamagedError(f"{directory} cannot be read: {error}") from error
 
     def rebuild(like: Any, form: Any, where: Any, stored: Any) -> Any:
         if stored is None:  # no elements
@@ -189,12 +194,7 @@ def read(
 
 
 def as_json(name: str, value: Any) -> Any:
-    """A dict as JSON gives it back (tuples become lists); `TypeError` for what it cannot hold.
-
-    Example:
-      >>> as_json("config", {"sizes": (64, 64)})
-      {'sizes': [64, 64]}
-    """
+    """A dict as JSON gives it back (tuples become lists); `TypeError` for what it cannot hold."""
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be a dict, got {type(value).__name__}")
     try:
@@ -212,6 +212,59 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def find(directory: Path) -> Path:
+    """Where a step is: under its name, or aside where a kill left it while it was replaced."""
+    if directory.exists():  # "." too, which has no name to add to
+        return directory
+    old = directory.with_name(directory.name + REPLACED)
+    return old if old.exists() else directory
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def together(tag: str, action: Callable[[], Any], *, primary_only: bool = False) -> Any:
+    """Run an action on every process, or on process 0: it succeeds for all or raises for all.
+
+    Talks through the coordinator's key-value store and never through devices, so that it may run
+    in a thread beside a training step that has collectives of its own.
+
+    Args:
+      tag: names this call; the same on all processes, and used once.
+      action: what to do. Its result must be JSON where others need it.
+      primary_only: act on process 0 only, the others wait and get its result.
+    """
+    if jax.process_count() == 1:
+        return action()
+    from orbax.checkpoint import multihost
+
+    client = multihost.get_jax_distributed_client()
+    rank, failure, result = jax.process_index(), None, None
+    if not primary_only or rank == 0:
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    text = f"{type(failure).__name__}: {failure}" if failure else None
+    shared = result if primary_only else None  # what every process has need not travel
+    client.key_value_set(f"jaxroll/{tag}/{rank}", json.dumps([text, shared]))
+    others = [
+        json.loads(client.blocking_key_value_get(f"jaxroll/{tag}/{i}", TIMEOUT_SECONDS * 1000))
+        for i in range(jax.process_count())
+    ]
+    if failure is not None:
+        raise failure
+    for i, (text, _) in enumerate(others):
+        if text is not None:
+            raise CheckpointError(f"process {i} failed: {text}")
+    return others[0][1] if primary_only else result
 
 
 # Leaves.
@@ -305,16 +358,15 @@ def _digest(body: Any) -> str:
 def _files(directory: Path) -> set[str]:
     """Relative paths of the files that the manifest lists; a link or device is damage."""
 
-    def fail(error: OSError) -> None:
-        raise error
-
     found = set()
-    for folder, folders, files in os.walk(directory, onerror=fail):
-        for path in (Path(folder, name) for name in folders + files):
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise DamagedError(f"{directory} is damaged: {path} is neither file nor directory")
-            if path.is_file():
-                found.add(path.relative_to(directory).as_posix())
+    folders = [directory]
+    for path in (path for folder in folders for path in folder.iterdir()):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise DamagedError(f"{directory} is damaged: {path} is neither file nor directory")
+        if path.is_dir():
+            folders.append(path)
+        else:
+            found.add(path.relative_to(directory).as_posix())
     return found - _UNSEALED
 
 
@@ -344,82 +396,3 @@ def _readable() -> Iterator[None]:
             f"{error.filename} may not be read: {error.strerror}. It need not be damaged: give "
             "this user the right to read it."
         ) from error
-
-
-# Orbax.
-
-
-def _read_arrays(directory: Path, wanted: dict[str, tuple[Any, Any]], tag: str) -> dict[str, Any]:
-    """By number: (form, sharding) to the array, on the devices or as numpy where it is None."""
-    import orbax.checkpoint as ocp
-
-    def restore_args(sharding: Any) -> Any:
-        if sharding is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
-
-    try:
-        with _orbax(tag) as checkpointer:
-            found = checkpointer.handler.metadata(directory.absolute()).tree
-            for name, (form, _) in wanted.items():
-                array = found[name]
-                # A resealed file can declare an array, or a chunk, of any size.
-                too_large = any(c > n for c, n in zip(array.storage.chunk_shape, form.shape))
-                if too_large or (array.shape, array.dtype) != (form.shape, form.dtype):
-                    raise ValueError(
-                        f"{name} is {array.dtype}{list(array.shape)} in chunks of "
-                        f"{list(array.storage.chunk_shape)}, which is not what its manifest says: "
-                        f"{form.dtype}{list(form.shape)}"
-                    )
-            return checkpointer.restore(
-                directory.absolute(),
-                args=ocp.args.PyTreeRestore(
-                    item={name: np.zeros(()) for name in wanted},
-                    restore_args={name: restore_args(s) for name, (_, s) in wanted.items()},
-                    partial_restore=True,
-                ),
-            )
-    except Exception as error:
-        raise DamagedError(f"{directory} cannot be read: {error}") from error
-
-
-@contextlib.contextmanager
-def _orbax(tag: str) -> Iterator[Any]:
-    """A checkpointer without log lines; its errors reach us as exceptions."""
-    # Imported when first needed: 0.4 s that a program without checkpoints need not wait for.
-    import orbax.checkpoint as ocp
-    from absl import logging as absl_logging
-
-    count = jax.process_count()
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=0,
-        # Named processes meet at the coordinator. Without names orbax would meet on the devices,
-        # between the collectives of a training step that runs in another thread.
-        active_processes=set(range(count)) if count > 1 else None,
-        barrier_sync_key_prefix=tag,
-    )
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    _drop_late_reports()
-    logger = absl_logging.get_absl_logger()
-    logger.addFilter(keep)
-    try:
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, multiprocessing_options=options)
-        yield ocp.Checkpointer(handler, multiprocessing_options=options)
-    finally:
-        logger.removeFilter(keep)
-
-
-@functools.cache
-def _drop_late_reports() -> None:
-    # When a write fails, orbax raises its error and closes its event loop; tensorstore then reports
-    # every further failed write to the closed loop, a traceback each, at any later moment.
-    report = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            report(unraisable)
-
-    sys.unraisablehook = hook

@@ -60,7 +60,7 @@ def main(directory, agent, steps):
     for category in (CheckpointWarning, LogWarning):
         warnings.simplefilter("error", category)  # a kill is no damage
     loop._begin = hold("compiling", loop._begin)
-    checkpoint._write_step = hold("saving", checkpoint._write_step)
+    checkpoint.write_step = hold("saving", checkpoint.write_step)
     if "BOUND" in os.environ:
         signals.BOUND = float(os.environ["BOUND"])
     _, history = AGENTS[agent]().train(

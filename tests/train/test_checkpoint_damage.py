@@ -17,9 +17,8 @@ from jaxroll.train.checkpoint import (
     CheckpointWarning,
     DamagedError,
     MismatchError,
-    load_pytree,
-    save_pytree,
 )
+from jaxroll.train.states import load_pytree, save_pytree
 
 
 def state_of(step):

@@ -89,7 +89,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, rank)
 import jax.numpy as jnp
 import numpy as np
-from jaxroll.train.checkpoint import Checkpointer, load_pytree, save_pytree
+from jaxroll.train.checkpoint import Checkpointer
+from jaxroll.train.states import load_pytree, save_pytree
 from jaxroll.train import step_files
 
 mesh = jax.make_mesh((4,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -16,9 +16,8 @@ from jaxroll.train.checkpoint import (
     Checkpointer,
     MismatchError,
     NoCheckpointError,
-    load_pytree,
-    save_pytree,
 )
+from jaxroll.train.states import load_pytree, save_pytree
 from jaxroll.types import Node
 
 INTEGERS = ["int4", *(f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64))]
