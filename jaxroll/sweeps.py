@@ -22,7 +22,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxroll import train as train_lib
-from jaxroll.agents.base import DistributedAgent, TrainState
+from jaxroll.agents import DistributedAgent, TrainState
 from jaxroll.checks import check_count, check_seed, unknown_name
 from jaxroll.train.history import History
 from jaxroll.types import Array, Node, PyTree

@@ -34,7 +34,7 @@ TIERS = [
     {"__main__"},
 ]
 # Inside a method only: agent.train, eval, save and load.
-UPWARD = {("agents/base.py", "train")}
+UPWARD = {("agents/shell.py", "train")}
 TIER = {part: i for i, parts in enumerate(TIERS) for part in parts}
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

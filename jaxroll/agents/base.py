@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -22,83 +21,30 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxroll import collectors, envs, losses, networks, spaces
+from jaxroll import collectors, envs, networks, spaces
 from jaxroll.agents.hyperparameters import hyperparameters_of, leaf, resolve, static
-from jaxroll.checks import check_divides, check_flag, check_key
+from jaxroll.agents.shared import episode_metrics, update_normalizers
+from jaxroll.agents.shell import Shell
+from jaxroll.agents.states import LearnerState, TrainState, check_state, key_shape
+from jaxroll.checks import check_divides, check_key
 from jaxroll.counts import count_add, count_float, count_zero
-from jaxroll.distributions import sample
-from jaxroll.export import export_policy
-from jaxroll.learner import Reduction, check_reduction, gather_actors, map_actors, sum_actors
-from jaxroll.metrics import Mean, Sum
-from jaxroll.normalizers import (
-    NormalizedParams,
-    NormalizedPolicy,
-    RewardScaler,
-    RunningStatistics,
-    discounted_sums,
-)
-from jaxroll.types import ActorState, Array, Node, PyTree, Rollout, Transition
+from jaxroll.learner import Reduction, check_reduction, map_actors
+from jaxroll.normalizers import NormalizedParams, NormalizedPolicy, RewardScaler
+from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
 
 # Folded into a rollout's key for the minibatch plans: far from the numbers that `split` uses.
 PLAN_FOLD = 2**30
 _NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "squash")
 
 
-class LearnerState(Node):
-    """What all actors and learners have in common; replicated over the devices.
-
-    Attributes:
-      params: of the policy.
-      opt_state: of the optimiser.
-      obs_statistics: where observations are normalised, else None.
-      reward_scaler: where rewards are normalised, else None.
-      iteration: [] int32 train steps done.
-      version: [] int32 optimiser steps done.
-      num_episodes: [2] uint32 episodes finished (see `jaxroll.counts`).
-      num_env_steps: [2] uint32 environment steps taken.
-      extras: an algorithm's own state: saved, replicated and swept like the rest.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    obs_statistics: RunningStatistics | None
-    reward_scaler: RewardScaler | None
-    iteration: Array
-    version: Array
-    num_episodes: Array
-    num_env_steps: Array
-    extras: PyTree = None
-
-
-class TrainState(Node):
-    """Everything that training changes: save it, and the run goes on as if it had not stopped.
-
-    Example, its shapes:
-      >>> import jaxroll
-      >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=8, num_actors=2)
-      >>> state = jax.eval_shape(ppo.init, jax.random.key(0))
-      >>> state.learner.iteration.shape, state.actors.obs.shape
-      ((), (2, 4, 4))
-
-    Attributes:
-      learner: replicated over the devices.
-      actors: leaves [A, ...], spread over the devices.
-      storage: what outlives an iteration, such as IMPALA's ring of unrolls.
-    """
-
-    learner: LearnerState
-    actors: ActorState
-    storage: PyTree = None
-
-
-class DistributedAgent(Node, abc.ABC):
+class DistributedAgent(Shell, Node, abc.ABC):
     """The base of every agent.
 
     An algorithm gives `init_optimizer` and `update`; `OnPolicyAgent` gives both and asks for a loss
     only. Who calls each hook, and when:
 
-    - `create` calls `_validate` (sizes), then `_default_policy` if no policy was given, then, by
-      shapes alone, `init_learner` and the policy with `acting_params`.
+    - `create` calls `_validate` (sizes), `_default_policy` if no policy was given, and, by shapes
+      alone, `init_learner` and the policy with `acting_params`.
     - `init` calls `init_learner` once, which calls `policy.init`, `init_optimizer` and
       `init_extras`; `init_actor` for each actor, which calls `prepare_actor`; `assemble`; then
       `prefill`, which calls `store`, `num_prefills` times.
@@ -111,9 +57,6 @@ class DistributedAgent(Node, abc.ABC):
 
     An algorithm's own state is `LearnerState.extras`: `init_extras` makes it, `update` returns a
     new one, and it is saved, replicated and swept as params are.
-
-    `policy` holds no params. A trained policy, with a state's params in it, is what `act(state)`
-    gives, as a plain function; `export` writes the same to a file.
 
     Example, an agent that acts and counts but never learns:
       >>> import jaxroll
@@ -269,14 +212,6 @@ class DistributedAgent(Node, abc.ABC):
         return self.num_prefills * self.steps_per_iteration
 
     @property
-    def env_name(self) -> str:
-        """How the environment is called in logs."""
-        env = self.env
-        while not hasattr(env, "name") and hasattr(env, "env"):
-            env = env.env  # what a wrapper without a name of its own is around
-        return str(getattr(env, "name", type(env).__name__))
-
-    @property
     def is_host(self) -> bool:
         """Whether the environment runs on the host, outside jit."""
         return isinstance(self.env, envs.HostEnvSpec)
@@ -302,16 +237,12 @@ class DistributedAgent(Node, abc.ABC):
         params_key, actors_key = jax.random.split(check_key("key", key))
         learner = self.init_learner(params_key)
         actors = jax.vmap(self.init_actor)(self.actor_keys(actors_key))
-
-        def run(state: TrainState) -> tuple[TrainState, Rollout]:
-            # One actor after the other: what is in the state must not depend on the devices.
-            actors, rollouts = map_actors(
-                lambda actor: self.run(state.learner, actor), state.actors, reduction="exact"
-            )
-            return state.replace(actors=actors), rollouts
-
         if not self.num_prefills:
             return self.assemble(learner, actors)
+
+        def run(state: TrainState) -> tuple[TrainState, Rollout]:
+            return self.run_actors(state, "exact")  # what is in the state is the same on any mesh
+
         bare = TrainState(learner=learner, actors=actors)
         state = self.assemble(learner, actors, jax.eval_shape(run, bare)[1])
         return jax.lax.fori_loop(
@@ -321,13 +252,7 @@ class DistributedAgent(Node, abc.ABC):
     def assemble(
         self, learner: LearnerState, actors: ActorState, rollouts: Any = None
     ) -> TrainState:
-        """The state from its parts.
-
-        Args:
-          learner: from `init_learner`.
-          actors: leaves [A, ...].
-          rollouts: shapes of a rollout of every actor, for algorithms that store them.
-        """
+        """The state from its parts; `rollouts` are shapes, for algorithms that store them."""
         return TrainState(learner=learner, actors=actors)
 
     def store(self, state: TrainState, rollouts: Rollout) -> TrainState:
@@ -403,6 +328,13 @@ class DistributedAgent(Node, abc.ABC):
             **self.collect_options,
         )
 
+    def run_actors(self, state: TrainState, reduction: Reduction) -> tuple[TrainState, Rollout]:
+        """(state, rollouts [A, ...]) after every actor of this device ran."""
+        actors, rollouts = map_actors(
+            lambda actor: self.run(state.learner, actor), state.actors, reduction=reduction
+        )
+        return state.replace(actors=actors), rollouts
+
     @property
     def collect_options(self) -> dict[str, Any]:
         """Options of the collector, the same for device and host."""
@@ -433,13 +365,9 @@ class DistributedAgent(Node, abc.ABC):
           (state, metrics): metrics are sums, `jaxroll.metrics.compute` gives the numbers.
         """
         check_reduction(reduction)
-        _check_state(state)
-        actors, rollouts = map_actors(
-            lambda actor: self.run(state.learner, actor), state.actors, reduction=reduction
-        )
-        return self.update(
-            state.replace(actors=actors), rollouts, axis_name=axis_name, reduction=reduction
-        )
+        check_state(state)
+        state, rollouts = self.run_actors(state, reduction)
+        return self.update(state, rollouts, axis_name=axis_name, reduction=reduction)
 
     # Pieces that algorithms share.
 
@@ -458,6 +386,9 @@ class DistributedAgent(Node, abc.ABC):
         done = count_float(learner.num_env_steps)
         return self.learning_rate * jnp.clip(1.0 - done / self.decay_steps, 0.0, 1.0)
 
+    update_normalizers = update_normalizers
+    episode_metrics = staticmethod(episode_metrics)
+
     def advance_counters(
         self, learner: LearnerState, num_updates: Array | int, num_episodes: Array
     ) -> LearnerState:
@@ -468,205 +399,3 @@ class DistributedAgent(Node, abc.ABC):
             num_episodes=count_add(learner.num_episodes, num_episodes),
             num_env_steps=count_add(learner.num_env_steps, self.steps_per_iteration),
         )
-
-    def update_normalizers(
-        self,
-        learner: LearnerState,
-        actors: ActorState,
-        rollouts: Rollout,
-        *,
-        axis_name: Any,
-        reduction: Any,
-    ) -> tuple[LearnerState, ActorState, Rollout]:
-        """Scaled rewards and updated statistics; scaled by those from before the rollout.
-
-        Statistics are updated between rollouts and pooled over all actors; in exact mode in their
-        order, so that they do not depend on the devices.
-        """
-        transition = rollouts.transition
-
-        def merged(before: RunningStatistics, stacked: RunningStatistics) -> RunningStatistics:
-            if reduction == "exact":
-                return before.merge_all(gather_actors(stacked, axis_name=axis_name))
-            return before.merge_pooled(stacked, axis_name)
-
-        if learner.obs_statistics is not None:
-            params = self.acting_params(learner)
-            stacked = map_actors(
-                lambda step: self.policy.batch_statistics(params, step.obs, _valid_weights(step)),
-                transition,
-                reduction=reduction,
-            )
-            learner = learner.replace(obs_statistics=merged(learner.obs_statistics, stacked))
-        if learner.reward_scaler is not None:
-            scaler = learner.reward_scaler
-
-            def sums_of(before: Array, step: Any) -> tuple[Array, RunningStatistics]:
-                sums, after = discounted_sums(
-                    step.reward, step.terminated, step.truncated, before, self.discount
-                )
-                return after, scaler.statistics.batch_statistics(sums, _valid_weights(step))
-
-            sums, stacked = map_actors(sums_of, actors.reward_sums, transition, reduction=reduction)
-            scaled = transition.replace(reward=scaler.scale(transition.reward))
-            rollouts = rollouts.replace(transition=scaled)
-            scaler = scaler.replace(statistics=merged(scaler.statistics, stacked))
-            learner = learner.replace(reward_scaler=scaler)
-            actors = actors.replace(reward_sums=sums)
-        return learner, actors, rollouts
-
-    def episode_metrics(
-        self, rollouts: Rollout, *, axis_name: Any, reduction: Any
-    ) -> dict[str, Any]:
-        """Returns and lengths of the episodes that ended, what did not fit, what was no step."""
-        overflow = None if rollouts.final is None else rollouts.final.overflow
-        valid = rollouts.transition.valid
-        if valid is not None:
-            flags = valid.reshape(len(valid), -1).astype(jnp.float32)
-            valid = flags.sum(1), jnp.full(len(flags), flags.shape[1], jnp.float32)
-        episodes, overflow, valid = sum_actors(
-            (rollouts.episodes, overflow, valid), axis_name=axis_name, reduction=reduction
-        )
-        count = episodes.count.astype(jnp.float32)
-        metrics = {
-            "episode_return": Mean(episodes.return_sum, count),
-            "episode_length": Mean(episodes.length_sum, count),
-            "episodes": Sum(episodes.count),
-        }
-        if overflow is not None:
-            metrics["final_overflow"] = Sum(overflow)
-        if valid is not None:
-            metrics["valid_fraction"] = Mean(*valid)
-        return metrics
-
-    # The shell.
-
-    def train(self, num_train_steps: int, **options: Any) -> tuple[TrainState, Any]:
-        """Train until `num_train_steps` environment steps, with a progress bar.
-
-        Args:
-          num_train_steps: of the whole run, what was done before a resume included.
-          **options: see `jaxroll.train.train`: seed, state, mesh, reduction, checkpoint_dir,
-            resume, init_model_path, callbacks, eval_interval, target_return, time_budget, …
-
-        Returns:
-          (state, history).
-        """
-        from jaxroll import train
-
-        return train.train(self, num_train_steps, **options)
-
-    def eval(
-        self,
-        state: TrainState,
-        num_episodes: int = 32,
-        *,
-        seed: int = 0,
-        deterministic: bool = True,
-        env: Any = None,
-    ) -> dict[str, Any]:
-        """Play whole episodes: mean `episode_return`, `episode_length`, and each episode's.
-
-        An episode that does not end (within 100,000 steps for each that its environment plays) is
-        counted in `num_unfinished` and warned of; the means are without it.
-
-        Args:
-          state: a TrainState.
-          num_episodes: exactly this many are played.
-          seed: of the episodes.
-          deterministic: act with the distribution's mode.
-          env: another environment with the same spaces; None: the agent's own.
-        """
-        from jaxroll import train
-
-        return train.evaluate(
-            self, state, num_episodes, seed=seed, deterministic=deterministic, env=env
-        )
-
-    def save(self, state: TrainState, path: Any, *, overwrite: bool = False) -> None:
-        """Write the whole state to a directory, verified when it is loaded."""
-        from jaxroll import train
-
-        train.save(self, state, path, overwrite=overwrite)
-
-    def load(self, path: Any) -> TrainState:
-        """The state that `save` (or a checkpoint of `train`) wrote."""
-        from jaxroll import train
-
-        return train.load(self, path)
-
-    def export(self, state: TrainState, path: Any, **options: Any) -> Any:
-        """Write the policy to a file that runs with JAX alone.
-
-        Args:
-          state: a TrainState.
-          path: the file to write.
-          **options: see `jaxroll.export.export_policy`: batch_size, deterministic, platforms.
-        """
-        return export_policy(self, state, path, **options)
-
-    def act(self, state: TrainState, *, deterministic: bool = True) -> Callable[..., Any]:
-        """The trained policy taken out as a plain function: `act(obs, carry=…, is_first=…, key=…)`.
-
-        Args:
-          state: a TrainState; its params, and the statistics that normalise, become part of it.
-          deterministic: the distribution's mode; False: a sample, drawn from `key`.
-
-        Returns:
-          a function of observations [B, ...] that gives actions [B, ...]; for a recurrent policy
-          (actions, carry).
-
-        Example:
-          >>> import jax, jax.numpy as jnp, jaxroll
-          >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8, num_mini_batch=1)
-          >>> act = ppo.act(jax.jit(ppo.init)(jax.random.key(0)))
-          >>> act(jnp.zeros((2, 4))).shape
-          (2,)
-        """
-        _check_state(state)
-        check_flag("deterministic", deterministic)
-        params = self.acting_params(state.learner)
-        policy, recurrent = self.policy, self.is_recurrent
-
-        @jax.jit
-        def act(obs: PyTree, carry: Any = None, is_first: Any = None, key: Any = None) -> Any:
-            batch = jax.tree.leaves(obs)[0].shape[0]
-            carry = policy.initial_carry(batch) if carry is None else carry
-            is_first = jnp.zeros(batch, bool) if is_first is None else is_first
-            carry, output = policy.apply(params, carry, obs, is_first)
-            if deterministic:
-                action = output.distribution.mode()
-            elif key is None:
-                raise ValueError(
-                    "a stochastic policy needs a key: act(obs, key=jax.random.key(0))."
-                )
-            else:
-                action = sample(output.distribution, key)
-            return (action, carry) if recurrent else action
-
-        return act
-
-
-def _valid_weights(transition: Any) -> Array:
-    if transition.valid is not None:
-        return transition.valid.astype(jnp.float32)
-    return jnp.ones(transition.terminated.shape, jnp.float32)
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state must be a TrainState, as agent.init(key) gives it, got {state!r}.")
-
-
-def clear_rows(transition: Transition, weights: Array) -> Transition:
-    """Zeros in rows of weight 0, flags and masks apart: such rows may hold anything, NaN too."""
-
-    def clear(x: Array) -> Array:
-        return x if x.dtype == bool else losses.safe_rows(x, weights)
-
-    return jax.tree.map(clear, transition)
-
-
-def key_shape() -> Any:
-    """The shape of a key, for `jax.eval_shape`."""
-    return jax.eval_shape(lambda: jax.random.key(0))

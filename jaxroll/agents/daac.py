@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxroll import losses, metrics as metrics_lib, networks
-from jaxroll.agents.base import LearnerState
 from jaxroll.agents.hyperparameters import leaf, static
 from jaxroll.agents.on_policy import OnPolicyAgent, checked_loss, gradient_metrics, summed
+from jaxroll.agents.states import LearnerState
 from jaxroll.learner import map_actors, minibatch_updates
 from jaxroll.metrics import Mean, Sum
 from jaxroll.storages import DecoupledRolloutStorage

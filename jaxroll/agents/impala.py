@@ -23,9 +23,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import DistributedAgent, LearnerState, TrainState, clear_rows
-from jaxroll.agents.explained import ExplainedVariance
+from jaxroll.agents.base import DistributedAgent
 from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.agents.shared import ExplainedVariance, clear_rows
+from jaxroll.agents.states import LearnerState, TrainState
 from jaxroll.checks import check_divides
 from jaxroll.envs import time_limit
 from jaxroll.learner import Reduction, apply_gradient, gradient, map_actors

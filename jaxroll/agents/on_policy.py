@@ -16,16 +16,10 @@ import optax
 from flax import struct
 
 from jaxroll import estimators, losses
-from jaxroll.agents.base import (
-    PLAN_FOLD,
-    DistributedAgent,
-    LearnerState,
-    TrainState,
-    clear_rows,
-    key_shape,
-)
-from jaxroll.agents.explained import ExplainedVariance
+from jaxroll.agents.base import PLAN_FOLD, DistributedAgent
 from jaxroll.agents.hyperparameters import leaf, static
+from jaxroll.agents.shared import ExplainedVariance, clear_rows
+from jaxroll.agents.states import LearnerState, TrainState, key_shape
 from jaxroll.checks import check_divides
 from jaxroll.learner import Reduction, map_actors, minibatch_updates, sum_actors
 from jaxroll.metrics import Last, Mean, Sum, as_metrics
