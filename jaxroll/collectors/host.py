@@ -1,9 +1,10 @@
 """Collection from host environments: a loop with one jitted policy step.
 
 `HostCollector` returns what `collect` returns for JAX environments: the next `ActorState` and a
-`Rollout`. The rows are written into numpy arrays, made anew for each rollout and moved to the
-device once. Host environments cannot be copied or set back, so `ActorState.env` is only the number
-of steps they have taken, by which an outdated state is noticed.
+`Rollout`. Each step moves the observations to the device and the actions back, nothing else: what
+the policy saw and gave is written into buffers on the device, in place. Host environments cannot be
+copied or set back, so `ActorState.env` is only the number of steps they have taken, by which an
+outdated state is noticed.
 
 A truncated step bootstraps from V(final observation) under the policy's own carry. Where the
 environments reset on the next step, the final observation is the next row's own, so its value is
@@ -37,7 +38,7 @@ from jaxroll.collectors.rollout import RESET_FOLD
 from jaxroll.envs.base import HostEnv, HostStep
 from jaxroll.envs.check import check_host_reset, check_host_step
 from jaxroll.networks import as_policy
-from jaxroll.spaces import Space, zeros
+from jaxroll.spaces import zeros
 from jaxroll.types import (
     ActorState,
     Array,
@@ -134,46 +135,44 @@ class HostCollector:
         self._check_actor(actor)
         envs, programs, carry = self.envs, self._programs, actor.carry
         together = steps_together(self.policy, actor, num_steps)
-        draws, values = programs.begin(num_steps, params, actor)
-        seen = _Seen.create(envs.observation_space, num_steps, actor)
-        actions = outputs = None
+        draws, written, values = programs.begin(num_steps, bool(together), params, actor)
+        obs, is_first = actor.obs, np.empty((num_steps + 1, envs.num_envs), bool)
+        is_first[0] = actor.is_first
+        reward = np.empty((num_steps, envs.num_envs), np.float32)
+        terminated, truncated, valid = (np.empty(reward.shape, bool) for _ in range(3))
         cuts, carries = [], []
         for t in range(num_steps):
             if t % length == 0:
                 carries.append(carry)
-            carry, action, output = programs.act(
-                bool(together), params, carry, seen.obs.at(t), seen.is_first[t], draws, t
+            written, carry, action = programs.act(
+                bool(together), params, written, carry, obs, is_first[t], draws
             )
-            if actions is None or outputs is None:
-                actions, outputs = _Stack(action, num_steps), _Stack(output, num_steps)
-            actions.write(t, action)
-            outputs.write(t, output)
-            step = envs.step(actions.at(t))
+            step = envs.step(_copy(action))
             if t == self._steps_taken == 0:
                 check_host_step(envs, step)
-            seen.write(t, step)
+            obs = _copy(step.obs)  # the environments may write into theirs while the device reads
+            is_first[t + 1], reward[t], valid[t] = step.is_first, step.reward, step.valid
+            terminated[t], truncated[t] = step.terminated, step.truncated
             if step.truncated.any():
                 cut = np.flatnonzero(step.truncated & ~step.terminated)
                 final_obs = step.obs if step.final_obs is None else step.final_obs
                 cuts.append(_Cut.create(t, cut, final_obs, carry))
-        assert actions is not None
-        assert outputs is not None
         self._steps_taken += num_steps
 
-        rows = {"action": actions.tree(), **outputs.tree()}
+        _, rows = written
         if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(values):
             rows["bootstrap_value"] = _final_values(
                 programs.value, params, cuts, values, envs.num_envs
             )
-        final = self._final(cuts, seen.obs.at(0), carry, num_steps)
-        after = actor.replace(carry=carry, env=np.int32(self._steps_taken))
+        final = self._final(cuts, actor.obs, carry, num_steps)
+        after = actor.replace(obs=obs, carry=carry, env=np.int32(self._steps_taken))
         return programs.finish(
             self._bootstrap,
             envs.resets_on_next_step,
             together,
             params,
             after,
-            seen.tree(),
+            _Steps(is_first, reward, terminated, truncated, valid),
             rows,
             final,
             tuple(carries),
@@ -266,84 +265,19 @@ class _Still(HostEnv):
         """Nothing is held."""
 
 
-class _Stack:
-    """A pytree of numpy arrays, [length, ...], written and read one row at a time."""
-
-    def __init__(self, example: PyTree, length: int):
-        leaves, self._structure = jax.tree.flatten(example)
-        self._leaves = [np.empty((length, *x.shape), x.dtype) for x in leaves]
-        # The common case, an array and not a tree, is not taken apart at each step.
-        self._array = self._leaves[0] if jax.tree_util.treedef_is_leaf(self._structure) else None
-
-    def write(self, t: int, row: PyTree) -> None:
-        if self._array is not None:
-            self._array[t] = row
-            return
-        for leaf, x in zip(self._leaves, jax.tree.leaves(row)):
-            leaf[t] = x
-
-    def at(self, t: int) -> PyTree:
-        # A view of our own memory, which nobody changes any more while the policy reads it.
-        if self._array is not None:
-            return self._array[t]
-        return self._structure.unflatten([leaf[t] for leaf in self._leaves])
-
-    def tree(self) -> PyTree:
-        return self._structure.unflatten(self._leaves)
+def _copy(tree: PyTree) -> PyTree:
+    """Numpy arrays of its own; the common case, one array, is not taken apart at each step."""
+    return np.array(tree) if hasattr(tree, "dtype") else jax.tree.map(np.array, tree)
 
 
-class _Trajectory(NamedTuple):
-    """What the environments gave; row T of obs and is_first is what comes next."""
+class _Steps(NamedTuple):
+    """What the environments gave beside observations; row T of is_first is what comes next."""
 
-    obs: PyTree  # [T + 1, B, ...]
     is_first: Array  # [T + 1, B]
     reward: Array  # [T, B]
     terminated: Array  # [T, B]
     truncated: Array  # [T, B]
     valid: Array  # [T, B]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """A `_Trajectory` as it is written."""
-
-    obs: _Stack
-    is_first: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    valid: np.ndarray
-
-    @classmethod
-    def create(cls, space: Space, num_steps: int, actor: ActorState) -> _Seen:
-        (num_envs,) = actor.is_first.shape
-        seen = cls(
-            _Stack(zeros(space, (num_envs,)), num_steps + 1),
-            np.empty((num_steps + 1, num_envs), bool),
-            np.empty((num_steps, num_envs), np.float32),
-            *(np.empty((num_steps, num_envs), bool) for _ in range(3)),
-        )
-        seen.obs.write(0, actor.obs)
-        seen.is_first[0] = actor.is_first
-        return seen
-
-    def write(self, t: int, step: HostStep) -> None:
-        self.obs.write(t + 1, step.obs)
-        self.is_first[t + 1] = step.is_first
-        self.reward[t] = step.reward
-        self.terminated[t] = step.terminated
-        self.truncated[t] = step.truncated
-        self.valid[t] = step.valid
-
-    def tree(self) -> _Trajectory:
-        return _Trajectory(
-            self.obs.tree(),
-            self.is_first,
-            self.reward,
-            self.terminated,
-            self.truncated,
-            self.valid,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,8 +318,8 @@ def _final_values(
 
 
 class _Programs(NamedTuple):
-    begin: Any  # (num_steps, params, actor) -> (draws, values of zero), both [T, ...]
-    act: Any  # one step: (carry, action, what is kept of the output)
+    begin: Any  # -> (draws [T, ...], what `act` writes into, values of zero [T, B])
+    act: Any  # one step: (what was written, carry, action)
     value: Any
     finish: Any  # the actor and the rollout from all that was written
 
@@ -395,36 +329,50 @@ def _programs(policy: Any, deterministic: bool) -> _Programs:
     """Jitted once for all collectors with an equal policy."""
     act_extras = getattr(policy, "act_extras", None)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def begin(num_steps, params, actor):
-        key = jax.random.fold_in(actor.key, actor.num_rollouts)
-        draws = action_draws(policy, params, actor, key, num_steps, deterministic)
-        value = jax.eval_shape(policy.value, params, actor.carry, actor.obs, actor.is_first)
-        return draws, jax.tree.map(lambda v: jnp.zeros((num_steps, *v.shape), v.dtype), value)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def act(leaves_value, params, carry, obs, is_first, draws, t):
+    def one_step(leaves_value, params, carry, obs, is_first, draw):
         carry, output = policy.apply(params, carry, obs, is_first)
-        distribution = output.distribution
-        action = take_action(distribution, jax.tree.map(lambda x: x[t], draws), deterministic)
-        kept = {
-            "log_prob": distribution.log_prob(action),
+        action = take_action(output.distribution, draw, deterministic)
+        row = {
+            "obs": obs,
+            "action": action,
+            "log_prob": output.distribution.log_prob(action),
             "extras": act_extras(params, output, action) if act_extras else output.extras,
         }
-        return carry, action, kept if leaves_value else {**kept, "value": output.value}
+        return carry, row if leaves_value else {**row, "value": output.value}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def begin(num_steps, leaves_value, params, actor):
+        def empty(tree):
+            return jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), tree)
+
+        key = jax.random.fold_in(actor.key, actor.num_rollouts)
+        draws = action_draws(policy, params, actor, key, num_steps, deterministic)
+        draw = jax.tree.map(lambda x: x[0], draws)
+        seen = params, actor.carry, actor.obs, actor.is_first
+        _, row = jax.eval_shape(functools.partial(one_step, leaves_value), *seen, draw)
+        written = jnp.zeros((), jnp.int32), empty(row)
+        return draws, written, empty(jax.eval_shape(policy.value, *seen))
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def act(leaves_value, params, written, carry, obs, is_first, draws):
+        t, rows = written
+        draw = jax.tree.map(lambda x: x[t], draws)
+        carry, row = one_step(leaves_value, params, carry, obs, is_first, draw)
+        rows = jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, t, 0), rows, row
+        )
+        return (t + 1, rows), carry, row["action"]
 
     @functools.partial(jax.jit, static_argnums=(0, 1, 2))
     def finish(
-        bootstrap, resets_on_next_step, together, params, actor, trajectory, rows, final, carries
+        bootstrap, resets_on_next_step, together, params, actor, steps, rows, final, carries
     ):
-        obs, is_first = jax.tree.map(lambda x: x[:-1], (trajectory.obs, trajectory.is_first))
+        rows = {"bootstrap_value": None, "is_first": steps.is_first[:-1], **rows}
         if together:
-            rows = {**rows, "value": values_together(policy, params, obs, is_first, together)}
-        last_obs = jax.tree.map(lambda x: x[-1], trajectory.obs)
-        last_is_first = trajectory.is_first[-1]
-        last_value = policy.value(params, actor.carry, last_obs, last_is_first)
-        value, cut = rows["value"], trajectory.truncated & ~trajectory.terminated
-        rows = {"bootstrap_value": None, **rows}
+            rows["value"] = values_together(policy, params, rows["obs"], rows["is_first"], together)
+        actor = actor.replace(is_first=steps.is_first[-1])
+        last_value = policy.value(params, actor.carry, actor.obs, actor.is_first)
+        value, cut = rows["value"], steps.truncated & ~steps.terminated
         if not bootstrap:
             rows["bootstrap_value"] = jax.tree.map(lambda v: jnp.where(cut, v, 0), value)
         elif resets_on_next_step:
@@ -433,34 +381,24 @@ def _programs(policy: Any, deterministic: bool) -> _Programs:
                 value,
                 last_value,
             )
-        ends = trajectory.terminated | trajectory.truncated
-        statistics, episodes = count_episodes(
-            actor.statistics, trajectory.reward, ends, trajectory.valid
-        )
+        ends = steps.terminated | steps.truncated
+        statistics, episodes = count_episodes(actor.statistics, steps.reward, ends, steps.valid)
         rollout = Rollout(
             transition=Transition(
-                obs=obs,
-                reward=trajectory.reward,
-                terminated=trajectory.terminated,
-                truncated=trajectory.truncated,
-                is_first=is_first,
-                valid=trajectory.valid if resets_on_next_step else None,
+                reward=steps.reward,
+                terminated=steps.terminated,
+                truncated=steps.truncated,
+                valid=steps.valid if resets_on_next_step else None,
                 **rows,
             ),
-            last_obs=last_obs,
-            last_is_first=last_is_first,
+            last_obs=actor.obs,
+            last_is_first=actor.is_first,
             last_carry=actor.carry,
             last_value=last_value,
             initial_carry=jax.tree.map(lambda *x: jnp.stack(x), *carries),
             final=final,
             episodes=episodes,
         )
-        actor = actor.replace(
-            obs=last_obs,
-            is_first=last_is_first,
-            num_rollouts=actor.num_rollouts + 1,
-            statistics=statistics,
-        )
-        return actor, rollout
+        return actor.replace(num_rollouts=actor.num_rollouts + 1, statistics=statistics), rollout
 
     return _Programs(begin, act, jax.jit(policy.value), finish)

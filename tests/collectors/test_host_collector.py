@@ -213,7 +213,7 @@ def test_one_compilation_serves_every_rollout_and_every_equal_collector():
             actor = collector.init(jax.random.key(0))
             for _ in range(3):
                 actor, _ = collector.collect((), actor, 8)
-    assert len(traces) == 2  # for the shapes of the noise, and for the step
+    assert len(traces) == 3  # for the shapes of the noise and of the rows, and for the step
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -432,3 +432,26 @@ def test_memory_does_not_grow_with_the_number_of_rollouts():
     assert after[0] == before[0]
     rollout_bytes = sum(x.nbytes for x in jax.tree.leaves(rollout.transition))
     assert after[1] - before[1] < rollout_bytes, "of twenty"
+
+
+def test_observations_go_to_the_device_once_and_only_actions_come_back():
+    with make_env("gymnasium:CartPole-v1").make(3) as envs:
+        collector = HostCollector(envs, Cart())
+        programs, uploads, finished = collector._programs, [], []
+
+        def act(leaves_value, params, written, *rest):
+            uploads.append([x.nbytes for x in jax.tree.leaves(rest) if type(x) is np.ndarray])
+            out = programs.act(leaves_value, params, written, *rest)
+            assert all(x.is_deleted() for x in jax.tree.leaves(written))  # written in place
+            return out
+
+        def finish(*args):
+            finished.extend(x.nbytes for x in jax.tree.leaves(args) if type(x) is np.ndarray)
+            return programs.finish(*args)
+
+        collector._programs = programs._replace(act=act, finish=finish)
+        actor, _ = collector.collect((), collector.init(jax.random.key(0)), 16)
+        obs, flags = 3 * 4 * 4, 3
+        assert uploads == [[flags], *[[obs, flags]] * 15]  # the first ones are there already
+        assert max(finished) < 16 * obs
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(actor.obs))
