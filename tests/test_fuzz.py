@@ -401,6 +401,9 @@ def envs():
     yield target("make_env", jaxroll.make_env, {"name": ("env", "CartPole-v1")})
     yield target("list_envs", jaxroll.list_envs, {"source": ("choice?", "gymnax")})
     yield target("autoreset", jaxroll.autoreset, env)
+    yield target(
+        "check_env", jaxroll.check_env, {**env, "num_steps": ("count", 0), "seed": ("seed", 0)}
+    )
     yield target("TimeLimit", wrappers.TimeLimit, {**env, "max_steps": ("count", 5)})
     yield target("FrameStack", wrappers.FrameStack, {**env, "num_frames": ("count", 2)})
     yield target("FlattenObservation", wrappers.FlattenObservation, env)
@@ -421,6 +424,17 @@ def envs():
             "deterministic": ("flag", True),
         },
     )
+    yield target(
+        "load_policy",
+        jaxroll.load_policy,
+        {"path": ("path", exported()), "sha256": ("text?", None)},
+    )
+
+
+@functools.cache
+def exported():
+    """A policy's file."""
+    return jaxroll.export_policy(agent(), init_state(), scratch() / "policy", platforms=("cpu",))
 
 
 def scratch():

@@ -389,15 +389,22 @@ class HostEnvSpec(abc.ABC):
     """
 
     @property
-    @abc.abstractmethod
     def observation_space(self) -> Space:
-        """Of one environment."""
+        """Of one environment, which is opened once to read it."""
+        return host_spaces(self)[0]
 
     @property
-    @abc.abstractmethod
     def action_space(self) -> Space:
-        """Of one environment."""
+        """Of one environment, which is opened once to read it."""
+        return host_spaces(self)[1]
 
     @abc.abstractmethod
     def make(self, num_envs: int) -> HostEnv:
         """Open `num_envs` environments."""
+
+
+@functools.lru_cache(maxsize=256)
+def host_spaces(spec: HostEnvSpec) -> tuple[Space, Space]:
+    """(observation space, action space) of one environment, which is opened and closed."""
+    with spec.make(1) as envs:
+        return envs.observation_space, envs.action_space

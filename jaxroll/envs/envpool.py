@@ -7,13 +7,11 @@ with another seed makes the pool anew.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-from jaxroll import spaces
 from jaxroll.checks import check_count, did_you_mean
 from jaxroll.envs.actions import OutOfRange
-from jaxroll.envs.base import HostEnvSpec
+from jaxroll.envs.base import HostEnvSpec, host_spaces
 from jaxroll.envs.deadline import DEFAULT_TIMEOUT
 from jaxroll.envs.make import Source
 from jaxroll.envs.options import Options, UnknownNameError, attempt
@@ -56,16 +54,6 @@ class EnvpoolSpec(HostEnvSpec):
             own["env_timeout"] = self.env_timeout
         return f"envpool:{self.name}", {**own, **self.options.as_dict()}
 
-    @property
-    def observation_space(self) -> spaces.Space:
-        """Of one environment."""
-        return _spaces(self)[0]
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """Of one environment."""
-        return _spaces(self)[1]
-
     def make(self, num_envs: int) -> EnvpoolHostEnv:
         """Open a pool of `num_envs` environments, stepped together."""
         num_envs = check_count("num_envs", num_envs)
@@ -104,7 +92,7 @@ def make(
             f"{name!r} is not an environment of envpool.{did_you_mean(name, names())}"
         )
     spec = EnvpoolSpec(name, Options(options), out_of_range, env_timeout)
-    attempt(name, options, lambda: _spaces(spec))
+    attempt(name, options, lambda: host_spaces(spec))
     return spec
 
 
@@ -116,9 +104,3 @@ def names() -> list[str]:
 
 
 SOURCE = Source("envpool", package="envpool", extra="envpool", make=make, names=names)
-
-
-@functools.lru_cache(maxsize=256)
-def _spaces(spec: EnvpoolSpec) -> tuple[spaces.Space, spaces.Space]:
-    with spec.make(1) as envs:
-        return envs.observation_space, envs.action_space

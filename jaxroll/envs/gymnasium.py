@@ -9,10 +9,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxroll import spaces
 from jaxroll.checks import check_choice, check_count, did_you_mean
 from jaxroll.envs.actions import OutOfRange
-from jaxroll.envs.base import HostEnv, HostEnvSpec
+from jaxroll.envs.base import HostEnv, HostEnvSpec, host_spaces
 from jaxroll.envs.deadline import DEFAULT_TIMEOUT
 from jaxroll.envs.make import Source
 from jaxroll.envs.options import Options, UnknownNameError, attempt
@@ -41,16 +40,6 @@ class GymnasiumSpec(HostEnvSpec):
         if self.env_timeout not in (None, DEFAULT_TIMEOUT):
             own["env_timeout"] = self.env_timeout
         return f"gymnasium:{self.name}", {**own, **self.options.as_dict()}
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """Of one environment."""
-        return _spaces(self)[0]
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """Of one environment."""
-        return _spaces(self)[1]
 
     def make(self, num_envs: int) -> VectorHostEnv:
         """Open `num_envs` environments, with the environment's own vector form if it has one."""
@@ -197,7 +186,7 @@ def make(
 
     def open_one() -> None:
         try:
-            _spaces(spec)
+            host_spaces(spec)
         except gymnasium.error.DependencyNotInstalled as error:
             extra = "mujoco" if "mujoco" in str(error).lower() else "gymnasium"
             raise ImportError(
@@ -218,12 +207,6 @@ def names() -> list[str]:
 
 
 SOURCE = Source("gymnasium", package="gymnasium", extra="gymnasium", make=make, names=names)
-
-
-@functools.lru_cache(maxsize=256)
-def _spaces(spec: GymnasiumSpec) -> tuple[spaces.Space, spaces.Space]:
-    with spec.make(1) as envs:
-        return envs.observation_space, envs.action_space
 
 
 def _register_atari() -> bool:
