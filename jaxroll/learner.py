@@ -248,7 +248,9 @@ def apply_gradient(
       >>> params["w"].round(3), float(report["grad_norm"])
       (Array([-0.1,  0.1], dtype=float32), 5.0)
     """
-    norm = optax.tree.norm(grads)
+    leaves = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
+    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in leaves])
+    norm = jnp.sqrt(jnp.sum(squares))
     finite = jnp.isfinite(norm)
     updates, new_state = optimizer.update(grads, opt_state, params)
     # Chosen number by number, without a branch: a branch on data makes the host wait on a GPU.
@@ -260,16 +262,15 @@ def apply_gradient(
     return (
         params,
         opt_state,
-        {"grad_norm": jnp.where(finite, norm, 0), "nonfinite": _nonfinite(grads, finite)},
+        {"grad_norm": jnp.where(finite, norm, 0), "nonfinite": _nonfinite(squares, finite)},
     )
 
 
-def _nonfinite(grads: PyTree, finite: Array) -> Array:
+def _nonfinite(squares: Array, finite: Array) -> Array:
     """[leaves] 1 where a leaf's squares do not add up to a number, if the norm is not finite.
 
     All squares may be finite and their sum not: then the leaf of the largest is named.
     """
-    squares = jnp.stack([optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)])
     bad = ~jnp.isfinite(squares)
     largest = jnp.arange(len(squares)) == jnp.argmax(squares)
     return (~finite & jnp.where(jnp.any(bad), bad, largest)).astype(jnp.int32)

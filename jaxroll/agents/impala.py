@@ -180,9 +180,11 @@ class IMPALA(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """RMSprop behind a clip of the gradient's norm."""
-        return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),
-            optax.rmsprop(learning_rate, decay=self.rmsprop_decay, eps=self.rmsprop_epsilon),
+        return optax.flatten(  # one vector: a dozen small leaves cost more than their work
+            optax.chain(
+                optax.clip_by_global_norm(self.max_grad_norm),
+                optax.rmsprop(learning_rate, decay=self.rmsprop_decay, eps=self.rmsprop_epsilon),
+            )
         )
 
     def init_optimizer(self, params: PyTree) -> PyTree:

@@ -210,9 +210,11 @@ class OnPolicyAgent(DistributedAgent):
 
     def optimizer(self, learning_rate: Array) -> optax.GradientTransformation:
         """Adam behind a clip of the gradient's norm."""
-        return optax.chain(
-            optax.clip_by_global_norm(self.max_grad_norm),
-            optax.adam(learning_rate, eps=self.adam_epsilon),
+        return optax.flatten(  # one vector: a dozen small leaves cost more than their work
+            optax.chain(
+                optax.clip_by_global_norm(self.max_grad_norm),
+                optax.adam(learning_rate, eps=self.adam_epsilon),
+            )
         )
 
     def init_optimizer(self, params: PyTree) -> PyTree:
