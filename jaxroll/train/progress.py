@@ -18,21 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
-import numpy as np
 import rich.console
 import rich.progress
 import rich.table
 import rich.text
 
 from jaxroll.checks import check_choice, check_count
-from jaxroll.train.text import (
-    format_clock,
-    format_count,
-    format_mean,
-    format_number,
-    format_seconds,
-    printable,
-)
+from jaxroll.train.text import format_clock, format_count, format_seconds, format_some, printable
 
 Mode = Literal["auto", "bar", "lines", "silent"]
 _STEPS = {"at_least": 0, "below": 2**63}
@@ -80,7 +72,7 @@ class Progress:
         self._began = self._status_since = clock()
         self._held: dict[str, float] = {}  # seconds under each status, which count for no speed
         self._untimed = 0  # steps done under a status
-        self._samples = collections.deque([(0.0, self.step)])  # (working seconds, step)
+        self._samples = collections.deque([(0.0, 0)], maxlen=8192)  # (working seconds, step)
         self._view = _make_view(self, mode if enabled else "silent", file)
 
     def __enter__(self) -> Progress:
@@ -108,7 +100,7 @@ class Progress:
         """
         step = check_count("step", step, **_STEPS)
         for name, value in numbers.items():
-            if text := _summary(value):
+            if text := format_some(value):
                 label = name.replace("episode_", "").replace("_", " ")
                 self.numbers = {**self.numbers, label: text}  # a new one: the bar's thread reads it
         done, self.step = step - self.step, step
@@ -116,9 +108,6 @@ class Progress:
         if held and done:  # how long the steps themselves took is not known
             self._untimed += done
             self._samples.clear()
-        # Frequent updates share a sample.
-        elif len(self._samples) > 1 and seconds - self._samples[-2][0] < _WINDOW / 256:
-            self._samples.pop()
         self._samples.append((seconds, self.step))
         while len(self._samples) > 2 and seconds - self._samples[0][0] > _WINDOW:
             self._samples.popleft()
@@ -135,7 +124,8 @@ class Progress:
         self.step = int(step)
         if resumed:
             self.start, self._untimed = self.step, 0
-        self._samples = collections.deque([(self._working_seconds(), self.step)])
+        self._samples.clear()
+        self._samples.append((self._working_seconds(), self.step))
         self._set_status(None)
 
     def status(self, text: str) -> contextlib.ExitStack:
@@ -396,12 +386,3 @@ def _in_notebook() -> bool:
     from IPython import get_ipython  # pyright: ignore[reportPrivateImportUsage]
 
     return hasattr(get_ipython(), "kernel")
-
-
-def _summary(value: Any) -> str | None:
-    """A number as text; several as mean ± spread; None if there is none."""
-    values = np.ravel(np.asarray(value, np.float64))  # None becomes NaN
-    values = values[~np.isnan(values)]
-    if values.size > 1 and np.isfinite(values).all():
-        return format_mean(float(values.mean()), float(values.std()))
-    return format_number(float(values.mean())) if values.size else None

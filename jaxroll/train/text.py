@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import codecs
 import math
-from typing import IO
+from typing import IO, Any
 
-_PLAIN = {"…": "...", "±": "+/-", "–": "-", "−": "-", "×": "x", "≥": ">=", "≤": "<=", "λ": "lambda"}
+_PLAIN = {
+    "…": "...",
+    "±": "+/-",
+    "–": "-",
+    "−": "-",
+    "×": "x",
+    "≥": ">=",
+    "≤": "<=",
+    "→": "->",
+    "λ": "lambda",
+}
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
@@ -25,8 +35,8 @@ def printable(text: str, stream: IO[str]) -> str:
 
     Example:
       >>> import io
-      >>> printable("490 ± 10 …", io.TextIOWrapper(io.BytesIO(), "ascii"))
-      '490 +/- 10 ...'
+      >>> printable("490 ± 10 → …", io.TextIOWrapper(io.BytesIO(), "ascii"))
+      '490 +/- 10 -> ...'
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
@@ -97,6 +107,22 @@ def format_mean(mean: float, spread: float) -> str:
     if "e" in text or not math.isfinite(mean):
         return f"{text} ± {format_number(spread)}"
     return f"{text} ± {spread:,.{_decimals(abs(mean))}f}"
+
+
+def format_some(value: Any) -> str | None:
+    """A number as text; several as mean ± spread without those that are NaN; None for no number.
+
+    Example:
+      >>> format_some(0.5), format_some([1.0, 3.0, float("nan")]), format_some(None)
+      ('0.500', '2.00 ± 1.00', None)
+    """
+    import numpy as np  # not for `jaxroll --help`
+
+    values = np.ravel(np.asarray(value, np.float64))  # None becomes NaN
+    values = values[~np.isnan(values)]
+    if values.size > 1 and np.isfinite(values).all():
+        return format_mean(float(values.mean()), float(values.std()))
+    return format_number(float(values.mean())) if values.size else None
 
 
 def _decimals(size: float) -> int:
