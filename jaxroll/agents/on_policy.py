@@ -116,7 +116,8 @@ class OnPolicyAgent(DistributedAgent):
                 f"RolloutStorage.create_factory(num_steps), got {storage!r}."
             )
         agent = super().create(env, policy=policy, **hyperparameters).replace(storage=storage)
-        is_own = not type(agent).loss.__module__.startswith("jaxroll.")
+        module = getattr(type(agent).loss, "__module__", None)  # None in code that exec runs
+        is_own = module is None or not module.startswith("jaxroll.")
         is_single = all(np.ndim(x) == 0 for x in jax.tree.leaves(agent))
         if is_own and is_single and not agent.is_host:  # a loss of the user's: shapes alone
             jax.eval_shape(lambda key: agent.train_step(agent.init(key)), key_shape())
