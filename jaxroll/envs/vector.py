@@ -204,11 +204,15 @@ class VectorHostEnv(HostEnv):
                 yield
         except BaseException:
             # The environment's own exception is the one to see, not one of closing after it.
-            with contextlib.suppress(Exception):
-                if hasattr(self._envs, "processes"):  # one of them may hang
-                    self._closed = True
-                    self._envs.close(terminate=True)
-                self.close()
+            workers = getattr(self._envs, "processes", ())  # one of them may hang
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._closed = self._closed or bool(workers)
+                self._envs.close(terminate=True) if workers else self.close()
+            for worker in workers:
+                with contextlib.suppress(Exception):
+                    worker.terminate()
+                    worker.join(5)
             raise
 
     def _reset_envs(self, seed: int) -> tuple[Any, Any]:
