@@ -69,6 +69,16 @@ def test_every_link_leads_somewhere():
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_every_name_exists():
+    pages = [page for page in PAGES if page.stem != "migration"]  # which has names of the past
+    for page in pages:
+        for name in re.findall(r"`(?:jaxroll\.)((?:\w+\.)*\w+)", page.read_text(encoding="utf-8")):
+            found = jaxroll
+            for part in name.split("."):
+                assert hasattr(found, part), f"{page.name}: jaxroll.{name}"
+                found = getattr(found, part)
+
+
 def test_the_readme_is_short_and_names_every_page():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
