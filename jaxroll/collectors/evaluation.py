@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -67,10 +68,6 @@ class EvaluationResult(Node):
         return jnp.where(count > 0, mean, jnp.nan)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic", "mesh"),
-)
 def evaluate(
     env: Any,
     policy: Any,
@@ -110,6 +107,45 @@ def evaluate(
       >>> evaluate(env, policy, params, jax.random.key(1), num_episodes=5).episode_return.shape
       (5,)
     """
+    returns, lengths, played = _play_all(
+        env,
+        policy,
+        params,
+        key,
+        num_episodes=num_episodes,
+        num_envs=num_envs,
+        deterministic=deterministic,
+        max_steps=max_steps,
+        mesh=mesh,
+    )
+    if mesh is not None and not isinstance(returns, jax.core.Tracer):
+        # Joined on the host: on the devices, all would wait for the slowest in a collective, and
+        # CPU devices give up after 40 seconds.
+        returns, lengths, played = jax.device_get((returns, lengths, played))
+    is_complete = np.arange(len(returns))[:, None] < played[None]
+    num_envs, _ = _plan(num_episodes, num_envs)
+    return EvaluationResult(
+        *(x[:, :num_envs].reshape(-1)[:num_episodes] for x in (returns, lengths, is_complete))
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic", "mesh"),
+)
+def _play_all(
+    env: Any,
+    policy: Any,
+    params: PyTree,
+    key: jax.Array,
+    *,
+    num_episodes: int,
+    num_envs: int | None,
+    deterministic: bool,
+    max_steps: Array | int | None,
+    mesh: Mesh | None,
+) -> tuple[Array, Array, Array]:
+    """([R, B] returns, [R, B] lengths, [B] episodes played), B padded to the mesh's size."""
     env, policy = as_device_env(env, "evaluate_host"), as_policy(policy)
     num_envs, quota = _plan(num_episodes, num_envs)
     rounds = int(quota.max())
@@ -128,12 +164,7 @@ def evaluate(
             out_specs=(columns, columns, spread),
             check_vma=False,
         )
-    arrays = [jnp.asarray(x) for x in (limit, index, quota)]
-    returns, lengths, played = play(params, key, *arrays)
-    is_complete = jnp.arange(rounds)[:, None] < played[None]
-    return EvaluationResult(
-        *(x[:, :num_envs].reshape(-1)[:num_episodes] for x in (returns, lengths, is_complete))
-    )
+    return play(params, key, *(jnp.asarray(x) for x in (limit, index, quota)))
 
 
 def _play(

@@ -142,9 +142,7 @@ def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any
     }
 
 
-_evaluate = functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("num_episodes", "deterministic", "mesh")
-)(collectors.evaluate)
+_evaluate = collectors.evaluate  # compiled once for each environment and policy
 
 
 @functools.partial(

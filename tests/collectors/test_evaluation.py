@@ -1,6 +1,7 @@
 """Evaluation plays exactly the episodes that it promised, whatever their lengths."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 from jaxroll import spaces
-from jaxroll.collectors import EvaluationResult, collect, evaluate, evaluate_host, init_actor
+from jaxroll.collectors import (
+    EvaluationResult,
+    collect,
+    evaluate,
+    evaluate_host,
+    evaluation,
+    init_actor,
+)
 from jaxroll.distributions import Categorical
 from jaxroll.envs import make_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec, HostStep
@@ -52,6 +60,9 @@ class Lopsided:
         carry = jnp.where(is_first, 0, carry) + 1
         logits = jnp.stack([jnp.zeros_like(carry), jnp.zeros_like(carry) + params], -1)
         return carry, PolicyOutput(Categorical(logits), carry)
+
+    def value(self, params, carry, obs, is_first):
+        return self.apply(params, carry, obs, is_first)[1].value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +185,12 @@ def test_episodes_spread_over_devices_are_those_of_one(num_envs):
     alone = evaluate(Lottery(), Lopsided(), 0.0, key, **options)
     spread = evaluate(Lottery(), Lopsided(), 0.0, key, **options, mesh=mesh)
     chex.assert_trees_all_equal(spread, alone)
+    # No device waits for another: the slowest may take minutes longer.
+    program = evaluation._play_all.lower(
+        Lottery(), Lopsided(), 0.0, key, **options, deterministic=True, max_steps=None, mesh=mesh
+    ).compile()
+    collective = r"all-(gather|reduce|to-all)|collective-permute"
+    assert not re.search(collective, program.as_text())
     # Actions that are drawn differ from device to device.
     mesh = jax.make_mesh((2,), ("actors",), axis_types=(jax.sharding.AxisType.Auto,))
     options = {"num_episodes": 2, "deterministic": False, "mesh": mesh}
