@@ -252,7 +252,8 @@ def apply_gradient(
     squares = jnp.stack([jnp.sum(jnp.square(g)) for g in leaves])
     norm = jnp.sqrt(jnp.sum(squares))
     finite = jnp.isfinite(norm)
-    updates, new_state = optimizer.update(grads, opt_state, params)
+    with jax.numpy_dtype_promotion("standard"):  # a user's strict setting is not for optax
+        updates, new_state = optimizer.update(grads, opt_state, params)
     # Chosen number by number, without a branch: a branch on data makes the host wait on a GPU.
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),

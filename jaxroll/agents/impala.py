@@ -197,7 +197,7 @@ class IMPALA(DistributedAgent):
         shape = step.terminated.shape
         weights = jnp.broadcast_to(batch.weights[None], shape)
         if step.valid is not None:
-            weights = weights * step.valid
+            weights = jnp.where(step.valid, weights, 0)
             step = clear_rows(step, weights)
             batch = batch.replace(transition=step)
         output, last_values, bootstrap_values = self.values(params, batch)

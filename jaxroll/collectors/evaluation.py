@@ -226,7 +226,7 @@ def _play(
             obs=keep_types(step.obs, state.obs, "the observation"),
             carry=keep_types(carry, state.carry, "the policy's carry"),
             is_first=done,
-            episode=jnp.minimum(state.episode + done, quota),
+            episode=jnp.minimum(state.episode + done.astype(jnp.int32), quota),
             episode_return=state.episode_return.at[at].add(reward, mode="drop"),
             episode_length=state.episode_length.at[at].add(live.astype(jnp.int32), mode="drop"),
         )

@@ -210,7 +210,7 @@ def collect(
             row = jnp.where(cut, final.count, rows)
             new = (timestep.final_obs, carry, jnp.broadcast_to(t, cut.shape))
             written = _write((final.obs, final.carry, final.step), row, new)
-            final = _Final(*written, count=final.count + cut)
+            final = _Final(*written, count=final.count + cut.astype(jnp.int32))
         state = _Running(
             env=keep_types(env_state, state.env, "the environment's state"),
             obs=keep_types(timestep.obs, state.obs, "the observation"),

@@ -82,9 +82,9 @@ class GymnaxEnv:
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs)."""
         env, params = _build(self)
-        with jax.numpy_rank_promotion("allow"):  # a user's strict setting is not for gymnax
+        with _promotions():
             obs, state = getattr(env, "reset_env", env.reset)(key, params)
-        return state, obs
+            return _strong_types((state, obs))
 
     def draw(self, key: jax.Array) -> PyTree:
         """The step's own key and the start of the next episode, from the keys that gymnax takes."""
@@ -97,10 +97,10 @@ class GymnaxEnv:
         """Take one step and reset at an end, as gymnax's own `step` does, with the same keys."""
         env, params = _build(self)
         draws = key if isinstance(key, Draws) else self.draw(key)
-        with jax.numpy_rank_promotion("allow"):
+        with _promotions():
             if not isinstance(draws, Draws):
-                return _own_step(env.step(draws, state, action, params))
-            state, step = _one_step(env, params, draws.step, state, action)
+                return _strong_types(_own_step(env.step(draws, state, action, params)))
+            state, step = _strong_types(_one_step(env, params, draws.step, state, action))
         return reset_where_done(state, step, draws)
 
 
@@ -173,6 +173,27 @@ def _is_built_in(name: str) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _promotions():
+    """A user's strict settings are not for gymnax's own code; its dtypes are those of 32 bits."""
+    with (
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.enable_x64(False),
+    ):
+        yield
+
+
+def _strong_types(tree: Any) -> Any:
+    """Arrays that keep their dtype; a weakly typed one widens under x64."""
+
+    def strong(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.astype(x.dtype)
+
+    return jax.tree.map(strong, tree)
+
+
 def _try(env: GymnaxEnv) -> None:
     """Trace a reset and a step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -194,7 +215,7 @@ SOURCE = Source("gymnax", package="gymnax", extra=None, make=make, names=names)
 def _build(env: GymnaxEnv) -> tuple[Any, Any]:
     """The gymnax environment and its parameters, made once for all equal values."""
     # Within a trace the constructor's arrays would be tracers, and leak into the next trace.
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), _promotions():
         if env.instance is not None:
             params = env.params.as_dict()["params"]
             return env.instance, env.instance.default_params if params is None else params
@@ -207,7 +228,7 @@ def _build(env: GymnaxEnv) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=256)
 def _spaces(env: GymnaxEnv) -> tuple[spaces.Space, spaces.Space]:
     built, params = _build(env)
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), _promotions():
         observation, action = built.observation_space(params), built.action_space(params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     _, obs = jax.eval_shape(env.reset, key)

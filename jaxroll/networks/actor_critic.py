@@ -79,7 +79,7 @@ class PolicyHead(nn.Module):
         log_std = None
         if self.kind.has_log_std:
             init = nn.initializers.constant(self.log_std_init)
-            log_std = self.param("log_std", init, (self.kind.num_outputs,))
+            log_std = self.param("log_std", init, (self.kind.num_outputs,), jnp.float32)
         return self.kind.build(outputs, log_std, mask)
 
 

@@ -41,8 +41,8 @@ class Dense(nn.Module):
     def __call__(self, x: Array) -> Array:
         """[..., in] → [..., features]."""
         init = nn.initializers.orthogonal(self.scale)
-        kernel = self.param("kernel", init, (x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         y = ACTIVATIONS[self.activation](product(rows, kernel) + bias[None])
@@ -113,8 +113,9 @@ class SmallConv(nn.Module):
     def __call__(self, x: Array) -> Array:
         """[N, H, W, C] → [N, H', W', features], H' = H − size + 1."""
         init = nn.initializers.orthogonal(math.sqrt(2))
-        kernel = self.param("kernel", init, (self.size, self.size, x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", init, shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         y = convolution(x, kernel.astype(self.dtype))
         return y + bias.astype(self.dtype)[None, None, None]
 

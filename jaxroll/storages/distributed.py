@@ -297,7 +297,7 @@ class DistributedStorage(Storage, kw_only=True):
         for start in range(0, count, size):
             index = np.arange(start, start + size)
             block = _pick(new, np.minimum(index, count - 1))
-            block = block.replace(weights=block.weights * (index < count))
+            block = block.replace(weights=block.weights * (index < count).astype(np.float32))
             ring = ring._write(block, 0, jnp.any(block.weights > 0))
         return ring
 
@@ -315,7 +315,7 @@ class DistributedStorage(Storage, kw_only=True):
             return jax.lax.dynamic_slice_in_dim(x, start, size, _slot_axis(path))
 
         batch = jax.tree_util.tree_map_with_path(read, self.slots)
-        return batch.replace(weights=batch.weights * self.can_sample)
+        return batch.replace(weights=batch.weights * self.can_sample.astype(jnp.float32))
 
     def lag(self, version: Array | int) -> Array:
         """[batch] how many versions the next batch is behind."""
@@ -367,7 +367,7 @@ class DistributedStorage(Storage, kw_only=True):
         """All K slots, the oldest unroll first; weights are 0 for those that are free."""
         order = jnp.arange(self.num_storages, dtype=jnp.int32)
         slots = _pick(self.slots, (order + self.counters_.read) % self.num_storages)
-        return slots.replace(weights=slots.weights * (order < self.num_full))
+        return slots.replace(weights=slots.weights * (order < self.num_full).astype(jnp.float32))
 
     # Moving on.
 

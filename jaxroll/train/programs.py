@@ -186,7 +186,7 @@ class _Shapes:
     def step(self, key: jax.Array, state: Any, action: Any) -> tuple[Any, TimeStep]:
         _, obs = self.reset(key)
         false = jnp.zeros((), bool)
-        return state, TimeStep(obs, jnp.zeros(()), false, false, obs)
+        return state, TimeStep(obs, jnp.zeros((), jnp.float32), false, false, obs)
 
 
 def host_rollout_shapes(agent: Any, *, has_valid: bool) -> Any:
