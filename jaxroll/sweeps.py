@@ -230,7 +230,7 @@ def sweep(
       >>> import jaxroll
       >>> ppo = jaxroll.PPO.create("CartPole-v1", num_envs=4, num_steps=8)
       >>> result = sweep(ppo, 64, seeds=2, hyperparameters={"discount": [0.9, 0.99]},
-      ...                progress="silent")
+      ...                log_interval=64, progress="silent")
       >>> [(row["discount"], row["seed"], row["step"]) for row in result.history]
       [(0.9, 0, 64), (0.9, 1, 64), (0.99, 0, 64), (0.99, 1, 64)]
     """

@@ -4,11 +4,12 @@ import importlib
 
 _HOME = {
     "CsvLogger": "logging",
-    "Event": "loop",
+    "Event": "hooks",
     "History": "history",
     "JsonlLogger": "logging",
     "Loggers": "logging",
     "NonFiniteError": "evaluation",
+    "Options": "options",
     "Progress": "progress",
     "TensorBoardLogger": "logging",
     "best_checkpoint": "states",

@@ -95,12 +95,23 @@ def loggers(name: str, value: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `train`, checked when they are made; a `Config` has them too."""
+    """Values that `train` takes, checked when they are made; a `Config` has them too.
+
+    Without a `log_interval` rows also go by the clock, which costs little on any device: in a run
+    of more than 50 s they fall on other steps each time, as does a stop by `target_return` that
+    goes by rows. What is learned does not depend on them.
+
+    Attributes: see `fields_of(Options)`, or `jaxroll train --help`.
+    """
 
     num_train_steps: int = option(300_000, "environment steps of the whole run", steps)
     seed: int = option(0, "everything random follows from it", check_seed)
     reduction: str = choice("fast", "exact: bitwise the same on any number of devices", "exact")
-    log_interval: int = option(10_000, "environment steps between rows", steps)
+    log_interval: int | None = option(
+        None,
+        "environment steps between rows; none: one each second, and each 2 % of the run",
+        steps,
+    )
     eval_interval: int | None = option(
         None, "environment steps between evaluations, each with a row; none: no evaluation", steps
     )

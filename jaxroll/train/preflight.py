@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,53 +12,87 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxroll.checks import check_choice, check_flag, check_path
+from jaxroll import parallel
+from jaxroll.checks import check_choice, check_count, check_flag, check_path
 from jaxroll.envs import as_env
 from jaxroll.spaces import shows_alike
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.logging import make_loggers
-from jaxroll.train.options import Options, fields_of
+from jaxroll.train.options import Options
+from jaxroll.train.programs import check_traces
 from jaxroll.train.step_files import as_json
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
 
 
-def check_options(agent: Any, options: Mapping[str, Any]) -> Options:
-    """The checked options; raise `ValueError` or `TypeError` for one that makes no sense.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The arguments of `train` that are objects, checked; its values are `Options`."""
 
-    Args:
-      agent: what is to be trained.
-      options: the arguments of `train` by name.
-    """
-    checked = Options(**{name: options[name] for name in fields_of(Options)})
-    check_budget(agent, checked.num_train_steps)
-    if options["checkpoint_dir"] is not None:
-        check_path("checkpoint_dir", options["checkpoint_dir"])
-    check_flag("resume", options["resume"])
-    check_choice("on_signal", options["on_signal"], ("exit", "return"))
-    mesh, state, config = (options[name] for name in ("mesh", "state", "config"))
+    state: Any = None
+    mesh: Mesh | None = None
+    checkpoint_dir: Path | None = None
+    resume: bool = False
+    eval_env: Any = None
+    callbacks: tuple[Callable[..., Any], ...] = ()
+    config: Mapping[str, Any] | None = None
+    on_begin: Callable[[], Any] = lambda: None
+    on_signal: str = "exit"
+    own_process: bool = False
+
+
+def check_start(
+    agent: Any, options: Options, *, num_learners: int | None = None, **given: Any
+) -> Start:
+    """The arguments as they are used; raise for what cannot be trained, before it compiles."""
+    start = Start(**given)
+    check_budget(agent, options.num_train_steps)
+    directory = start.checkpoint_dir
+    directory = None if directory is None else check_path("checkpoint_dir", directory)
+    check_flag("resume", start.resume)
+    check_choice("on_signal", start.on_signal, ("exit", "return"))
+    check_flag("own_process", start.own_process)
+    _check_mesh(agent, start.mesh, num_learners)
+    if start.resume and directory is None:
+        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
+    if start.state is not None:
+        if start.resume:
+            raise ValueError("give either resume=True or state, not both.")
+        if options.init_model_path is not None:
+            raise ValueError(
+                "give either state, which holds a policy, or init_model_path, not both. To put "
+                "another policy into a state: "
+                "state.replace(learner=state.learner.replace(params=…))."
+            )
+        check_is_state(start.state, " For params alone use init_model_path.")
+        check_state(agent, start.state)
+    if not callable(start.on_begin):
+        raise TypeError(f"on_begin must be a function, got {start.on_begin!r}.")
+    if start.config is not None:  # not hours later, by the first save
+        as_json("config", start.config)
+    check_loggers(options.loggers, directory)
+    callbacks = as_callbacks(start.callbacks)
+    eval_env = as_eval_env(agent, start.eval_env, "eval_env")
+    check_traces(agent)
+    return dataclasses.replace(
+        start, checkpoint_dir=directory, callbacks=callbacks, eval_env=eval_env
+    )
+
+
+def _check_mesh(agent: Any, mesh: Any, num_learners: int | None) -> None:
     if not isinstance(mesh, Mesh | None):
         raise TypeError(
             f"mesh must be a mesh, got {mesh!r}. Use mesh=jaxroll.parallel.make_mesh(8)."
         )
-    if options["resume"] and options["checkpoint_dir"] is None:
-        raise ValueError("resume=True needs the checkpoint_dir of the run to go on with.")
-    if options["resume"] and state is not None:
-        raise ValueError("give either resume=True or state, not both.")
-    if state is not None and options["init_model_path"] is not None:
+    if num_learners is not None:
+        check_count("num_learners", num_learners)
+    if mesh is not None:
+        parallel.check_mesh(mesh, agent.num_actors, num_learners)
+    elif num_learners not in (None, 1):
         raise ValueError(
-            "give either state, which holds a policy, or init_model_path, not both. To put another "
-            "policy into a state: state.replace(learner=state.learner.replace(params=…))."
+            f"num_learners is the number of devices that learn, 1 without a mesh; got "
+            f"{num_learners}. Give mesh=jaxroll.parallel.make_mesh({num_learners})."
         )
-    if state is not None:
-        check_is_state(state, " For params alone use init_model_path.")
-        check_state(agent, state)
-    if not callable(options["on_begin"]):
-        raise TypeError(f"on_begin must be a function, got {options['on_begin']!r}.")
-    if config is not None:  # not hours later, by the first save
-        as_json("config", config)
-    as_eval_env(agent, options["eval_env"], "eval_env")
-    return checked
 
 
 def check_is_state(state: Any, hint: str = "") -> None:

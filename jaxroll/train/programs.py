@@ -216,6 +216,7 @@ class DeviceProgram:
 
     def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
         self.agent, self.mesh, self.reduction = agent, mesh, reduction
+        self._placed = _place_agent(agent, mesh)
         self.is_collecting, self.left = False, None  # a program on the device cannot be left
 
     def init(self, seed: int) -> PyTree:
@@ -242,13 +243,14 @@ class DeviceProgram:
         return {"state": state, "metrics": metrics}
 
     def advance(self, carry: Carry, count: int) -> Carry:
-        """`count` iterations, done when this returns; the old carry's memory is reused.
+        """`count` iterations; the old carry's memory is reused.
 
-        It waits: many dispatches under way at once on several CPU devices would deadlock.
+        On several CPU devices it waits: many dispatches under way at once would deadlock.
         """
-        trips = jnp.asarray(count, jnp.int32)
-        carry = _advance(self.agent, carry, trips, mesh=self.mesh, reduction=self.reduction)
-        return jax.block_until_ready(carry)
+        trips = np.int32(count)
+        carry = _advance(self._placed, carry, trips, mesh=self.mesh, reduction=self.reduction)
+        is_cpu_mesh = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(carry) if is_cpu_mesh or not count else carry
 
     def resume(self, state: PyTree) -> tuple[PyTree, int]:
         """A restored state, bit by bit where it was, and how many episodes that cut: none."""
@@ -268,6 +270,7 @@ class HostProgram:
                 "Leave out mesh."
             )
         self.agent = agent
+        self._placed = _place_agent(agent, None)
         self.is_collecting = False  # environments have the main thread now
         self.left: tuple[Carry, int] | None = None  # what an interrupted `advance` had done
         self.collectors = []
@@ -339,8 +342,8 @@ class HostProgram:
                 raise
             finally:
                 self.is_collecting = False
-            carry = _host_update(self.agent, {**carry, "state": state}, rollouts)
-        return jax.block_until_ready(carry)
+            carry = _host_update(self._placed, {**carry, "state": state}, rollouts)
+        return carry
 
     def _rehearse(self, carry: Carry) -> None:
         collector, state = self.collectors[0], carry["state"]
@@ -348,7 +351,7 @@ class HostProgram:
         params = self.agent.acting_params(state.learner)
         rollout = collector.rehearse(params, actor, self.agent.num_steps)
         rollouts = _stack([rollout] * len(self.collectors))
-        jax.block_until_ready(_host_update(self.agent, jax.tree.map(jnp.copy, carry), rollouts))
+        jax.block_until_ready(_host_update(self._placed, jax.tree.map(jnp.copy, carry), rollouts))
 
     def resume(self, state: PyTree) -> tuple[PyTree, int]:
         """The state with its environments started anew, and how many running episodes that cut.
@@ -374,6 +377,13 @@ class HostProgram:
 def make_program(agent: Any, mesh: Mesh | None, reduction: str) -> DeviceProgram | HostProgram:
     """The program that fits the agent's environment."""
     return (HostProgram if agent.is_host else DeviceProgram)(agent, mesh, reduction)
+
+
+def _place_agent(agent: Any, mesh: Mesh | None) -> Any:
+    """The agent with its leaves on the devices, so that no dispatch sends them again."""
+    if mesh is None:
+        return jax.device_put(agent)
+    return parallel.place(agent, mesh, PartitionSpec())
 
 
 def _stack(trees: list[PyTree]) -> PyTree:

@@ -1,11 +1,15 @@
-"""When things happen in a run: everything is counted in iterations from its start."""
+"""When things happen in a run, counted in iterations."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
+from jaxroll.train.options import Options
+
 SECONDS_PER_DISPATCH = 0.5  # how long a signal may have to wait
+MIN_ROWS = 50  # of a run without a log_interval, which also has one for each second
 
 
 class Schedule:
@@ -13,30 +17,18 @@ class Schedule:
 
     Args:
       agent: says how many environment steps an iteration has.
-      log_interval: environment steps between rows; all intervals are rounded up to iterations.
-      eval_interval: those between evaluations, each of which has a row; None: none.
-      checkpoint_interval: those between checkpoints; None: they do not go by steps.
+      options: their intervals are rounded up to iterations.
     """
 
-    def __init__(
-        self,
-        agent: Any,
-        log_interval: int,
-        eval_interval: int | None,
-        checkpoint_interval: int | None,
-    ):
+    def __init__(self, agent: Any, options: Options):
         self.agent = agent
         self._first = (0, agent.prefilled_steps)  # an iteration, and the steps taken until then
-        self.log_every = self._iterations("log_interval", log_interval)
-        self.save_every = self._iterations("checkpoint_interval", checkpoint_interval)
-        self.eval_every = self._iterations("eval_interval", eval_interval)
-
-    def _iterations(self, name: str, steps: int | None) -> Any:
-        if steps is None:
-            return None
-        if steps < 1:
-            raise ValueError(f"{name} must be at least 1 environment step, got {steps}.")
-        return max(1, -(-int(steps) // self.agent.steps_per_iteration))
+        log_interval = options.log_interval or options.num_train_steps / MIN_ROWS
+        intervals = (log_interval, options.eval_interval, options.checkpoint_interval)
+        per_iteration = agent.steps_per_iteration
+        self.log_every, self.eval_every, self.save_every = (
+            None if steps is None else math.ceil(steps / per_iteration) for steps in intervals
+        )
 
     def begin(self, iteration: int, steps: int) -> None:
         """Count on from a state: what was done before may have had iterations of another size."""
@@ -53,28 +45,32 @@ class Schedule:
         return first + max(0, math.ceil((steps - done) / self.agent.steps_per_iteration))
 
     def is_log(self, iteration: int) -> bool:
-        """Whether a row ends here."""
-        return iteration % self.log_every == 0 or self.is_eval(iteration)
+        """Whether a row ends here, by steps."""
+        return _divides(self.log_every, iteration) or self.is_eval(iteration)
 
     def is_eval(self, iteration: int) -> bool:
         """Whether the row that ends here has an evaluation."""
-        return bool(self.eval_every) and iteration % self.eval_every == 0
+        return _divides(self.eval_every, iteration)
 
     def is_save(self, iteration: int) -> bool:
         """Whether a checkpoint is due, by steps."""
-        return bool(self.save_every) and iteration % self.save_every == 0
+        return _divides(self.save_every, iteration)
 
     def until_next(self, iteration: int) -> int:
         """Iterations until something has to happen."""
         every = (self.log_every, self.eval_every, self.save_every)
-        return min(n - iteration % n for n in every if n)
+        return min((n - iteration % n for n in every if n), default=sys.maxsize)
 
 
-def next_pace(pace: int, count: int, seconds: float, *, fixed: bool, run: Schedule) -> int:
+def next_pace(pace: int, count: int, seconds: float, *, fixed: bool) -> int:
     """How many iterations the next dispatch may have, for one to take about half a second."""
     if fixed:  # processes must agree, and their clocks do not
-        return max(1, min(run.log_every, 16))
+        return 16
     if count < pace:
         return pace
     wanted = int(count * SECONDS_PER_DISPATCH / max(seconds, 1e-4))
     return max(1, min(wanted, 4 * pace))
+
+
+def _divides(every: int | None, iteration: int) -> bool:
+    return every is not None and iteration % every == 0

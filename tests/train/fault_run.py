@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from jaxroll import A2C, DAAC, IMPALA, PPO, make_env
-from jaxroll.train import checkpoint, loop, signals
+from jaxroll.train import checkpoint, run, signals
 from jaxroll.train.checkpoint import CheckpointWarning
 from jaxroll.train.files import LogWarning
 
@@ -59,7 +59,7 @@ def main(directory, agent, steps):
     """Train to `steps`, from wherever the run is."""
     for category in (CheckpointWarning, LogWarning):
         warnings.simplefilter("error", category)  # a kill is no damage
-    loop._begin = hold("compiling", loop._begin)
+    run.Run._begin = hold("compiling", run.Run._begin)
     checkpoint.write_step = hold("saving", checkpoint.write_step)
     if "BOUND" in os.environ:
         signals.BOUND = float(os.environ["BOUND"])

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from jaxroll.cli import _is_ours
-from jaxroll.train import loop
+from jaxroll.train import hooks, run as run_module
 from jaxroll.train.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -267,7 +267,7 @@ def ppo():
 def train(ppo, monkeypatch):
     """train(steps, run, **options): rows and checkpoints of every iteration, no waiting."""
     quick = functools.partial(Checkpointer, retry_seconds=0)
-    monkeypatch.setattr(loop, "Checkpointer", quick)
+    monkeypatch.setattr(run_module, "Checkpointer", quick)
 
     def run(steps, directory=None, **options):
         intervals = {"log_interval": 32, "checkpoint_interval": 32}
@@ -436,7 +436,7 @@ def test_a_run_without_a_checkpoint_starts_over_and_another_directory_is_refused
 @pytest.fixture
 def too_late(monkeypatch):
     """From here on it is an error to get as far as compiling."""
-    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr(run_module, "make_program", lambda *a: pytest.fail("too late"))
 
 
 @pytest.mark.usefixtures("too_late")
@@ -493,10 +493,12 @@ def test_a_stop_at_a_bad_gradient_says_what_is_left(tmp_path):
     from jaxroll.envs import autoreset
 
     agent = small("ppo", autoreset(Poison(after=10)), normalize_observations=True)
-    with pytest.raises(loop.NonFiniteError, match=r"by step 64.*nothing was saved before it"):
+    with pytest.raises(hooks.NonFiniteError, match=r"by step 64.*nothing was saved before it"):
         agent.train(256, log_interval=32, **QUIET)
     options = {"checkpoint_dir": tmp_path, "log_interval": 32, "checkpoint_interval": 32, **QUIET}
-    with pytest.raises(loop.NonFiniteError, match=r"by step 64.*checkpoint, of step 32, is finite"):
+    with pytest.raises(
+        hooks.NonFiniteError, match=r"by step 64.*checkpoint, of step 32, is finite"
+    ):
         agent.train(256, **options)
     kept = agent.load(tmp_path)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept.learner.params))
@@ -549,7 +551,7 @@ def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatc
     def stop(*args):
         raise Compiling
 
-    monkeypatch.setattr(loop, "make_program", stop)
+    monkeypatch.setattr(run_module, "make_program", stop)
     allowed = (Compiling, ValueError, TypeError, FileNotFoundError)
     with pytest.raises(allowed) as caught:
         ppo.train(**{"num_train_steps": 64, **QUIET, **options})

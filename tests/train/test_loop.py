@@ -1,6 +1,7 @@
 """The shell: rows, resume, stops, faults; on agents that are as small as they can be."""
 
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import pjit
 from jax._src.array import ArrayImpl
 
 from jaxroll import PPO, make_env
@@ -17,7 +19,7 @@ from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.counts import count_value
 from jaxroll.envs import autoreset
-from jaxroll.train import History, JsonlLogger, loop, programs, signals, states
+from jaxroll.train import History, JsonlLogger, hooks, programs, run, schedule, signals, states
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.preflight import check_same_run
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
@@ -93,7 +95,7 @@ def test_half_a_run_twice_is_a_run_bit_by_bit(name, tmp_path):
 
 def test_rows_come_on_a_fixed_interval_however_iterations_are_grouped(ppo, monkeypatch):
     def rows(pace):
-        monkeypatch.setattr(loop, "next_pace", lambda *args, **kwargs: pace)
+        monkeypatch.setattr(run, "next_pace", lambda *args, **kwargs: pace)
         return ppo.train(320, log_interval=96, **QUIET)
 
     one, many = rows(1), rows(100)
@@ -157,8 +159,8 @@ def test_stops_say_why(ppo):
 
 
 def test_what_another_process_wants_stops_this_one_too(ppo, monkeypatch):
-    wanted = loop.STOPS.index("time_budget")
-    monkeypatch.setattr(loop.parallel, "process_max", lambda number: max(number, 2 * wanted))
+    wanted = hooks.STOPS.index("time_budget")
+    monkeypatch.setattr(hooks.parallel, "process_max", lambda number: max(number, 2 * wanted))
     _, history = ppo.train(10**9, **QUIET)
     assert history.stopped_by == "time_budget"
 
@@ -199,7 +201,7 @@ def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
 def test_the_best_checkpoints_stay_beside_the_latest(ppo, tmp_path, monkeypatch):
     scores = iter([3.0, 9.0, 1.0, 5.0, 7.0, 2.0])
     monkeypatch.setattr(
-        loop, "evaluation_columns", lambda *args: {"eval_episode_return": next(scores)}
+        hooks, "evaluation_columns", lambda *args: {"eval_episode_return": next(scores)}
     )
     options = {"log_interval": 32, "eval_interval": 32, "keep_checkpoints": 1, "keep_best": 2}
     ppo.train(128, checkpoint_dir=tmp_path, **options, **QUIET)
@@ -236,7 +238,7 @@ def test_without_an_interval_checkpoints_go_by_the_clock(ppo, tmp_path, monkeypa
         steps.append(Checkpointer(tmp_path / "run" / "checkpoints").steps())
 
     options = {"checkpoint_dir": tmp_path / "run", "log_interval": 32, **QUIET}
-    monkeypatch.setattr(loop, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(hooks, "SECONDS_BETWEEN_SAVES", 0.0)
     ppo.train(128, keep_checkpoints=9, callbacks=[look], **options)
     assert steps[-1][0] == 32  # a kill -9 here would have cost little
     assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [32, 64, 96, 128]
@@ -248,7 +250,7 @@ def test_without_an_interval_checkpoints_go_by_the_clock(ppo, tmp_path, monkeypa
 
 def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp_path):
     agent = small("ppo", autoreset(Poison(after=10)))
-    with pytest.raises(loop.NonFiniteError, match=r"by step \d+, in .* leaves: .*Lower") as error:
+    with pytest.raises(hooks.NonFiniteError, match=r"by step \d+, in .* leaves: .*Lower") as error:
         agent.train(256, checkpoint_dir=tmp_path, checkpoint_interval=32, log_interval=32, **QUIET)
     assert "policy_head" in str(error.value)
     last = agent.load(tmp_path)
@@ -305,7 +307,7 @@ def test_bad_options_are_refused_before_anything_is_written(message, tmp_path, m
     directory = tmp_path / "run"
     if message != "resume=True needs the checkpoint_dir":
         options["checkpoint_dir"] = directory
-    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr(run, "make_program", lambda *a: pytest.fail("too late"))
     with pytest.raises((ValueError, TypeError)) as error:
         agent.train(**{"num_train_steps": 64, **QUIET, **options})
     assert message in str(error.value)
@@ -338,7 +340,7 @@ def test_a_run_is_not_overwritten(ppo, tmp_path):
     state, history = ppo.train(64, checkpoint_dir=tmp_path, resume=True, **QUIET)
     assert state.learner.iteration == 2  # nothing was left to do
     assert history.stopped_by == "steps"
-    assert history.steps.tolist() == [64]
+    assert history.steps.tolist() == [32, 64]
 
 
 def test_params_of_another_run_are_a_start_and_must_fit(ppo, tmp_path):
@@ -389,7 +391,7 @@ def test_a_policy_taken_from_a_run_keeps_its_statistics(tmp_path, monkeypatch):
         made.start = lambda state: begun.append(jax.tree.map(jnp.copy, state)) or start(state)
         return made
 
-    monkeypatch.setattr(loop, "make_program", program)
+    monkeypatch.setattr(run, "make_program", program)
     agent.train(32, init_model_path=tmp_path / "saved", seed=8, **QUIET)
     state, rollouts = run_actors(agent, begun[0])
     assert state.learner.iteration == 0
@@ -440,6 +442,58 @@ def test_a_row_is_one_transfer(ppo, transfers):
     ppo.train(192, log_interval=32, callbacks=[count], **QUIET)
     assert np.diff(counts).tolist() == [1] * 5
     assert len(transfers[-1]) == 1  # all metrics, packed
+
+
+@pytest.fixture
+def dispatches(monkeypatch):
+    """Grows by (name, how many of its arguments come from the host) with each dispatch."""
+    found, call = [], pjit._pjit_call_impl_python
+
+    def record(*args, name, **params):
+        found.append((name, sum(not isinstance(x, jax.Array) for x in args)))
+        return call(*args, name=name, **params)
+
+    jax.clear_caches()  # and from here on every dispatch is made by this function
+    monkeypatch.setattr(pjit, "_get_fastpath_data", lambda *args: None)
+    monkeypatch.setattr(pjit, "_pjit_call_impl_python", record)
+    yield found
+    jax.clear_caches()
+
+
+def test_a_row_is_two_dispatches_and_sends_two_numbers(ppo, dispatches):
+    counts = []
+
+    def count(event):
+        counts.append(len(dispatches))
+
+    ppo.train(160, log_interval=32, callbacks=[count], **QUIET)
+    rows = [dispatches[start:end] for start, end in itertools.pairwise(counts)]
+    # How many iterations, and whether to start at zero: no hyperparameter is sent again.
+    assert rows == [[("_advance", 1), ("_read_metrics", 1)]] * 4
+
+
+def test_rows_go_by_the_clock_unless_an_interval_is_given(ppo, tmp_path, monkeypatch):
+    assert Config().log_interval is None
+    assert ppo.train(64 * 32, **QUIET)[1].steps.tolist()[:2] == [64, 128]  # 2 % of 64 iterations
+    monkeypatch.setattr(schedule, "MIN_ROWS", 1)
+    monkeypatch.setattr(run, "next_pace", lambda *args, **kwargs: 1)
+    monkeypatch.setattr(run, "SECONDS_PER_ROW", 0.0)
+    state, history = ppo.train(128, **QUIET)
+    assert history.steps.tolist() == [32, 64, 96, 128]
+    monkeypatch.setattr(run, "SECONDS_PER_ROW", 3600.0)
+    options = {"checkpoint_dir": tmp_path / "clock", **QUIET}
+    ppo.train(64, **options)
+    whole, history = ppo.train(128, resume=True, **options)
+    assert history.steps.tolist() == [64, 128]
+    assert "partial" not in history.names
+    assert leaves_equal(whole, state)
+    # A row that was cut by the end of a run comes out whole, whatever ends it.
+    options["checkpoint_dir"] = tmp_path / "steps"
+    ppo.train(96, log_interval=64, **options)
+    _, history = ppo.train(192, resume=True, **options)
+    assert history.steps.tolist() == [64, 192]
+    same = ppo.train(192, resume=True, log_interval=64, **options)[1]
+    assert same_rows(history, same)
 
 
 def test_a_row_resets_metrics_inside_a_program(ppo, compiled):
@@ -543,7 +597,7 @@ def test_host_environments_go_on_from_a_given_or_loaded_state(tmp_path):
     half, _ = agent.train(64, seed=1, **QUIET)
     before = jax.tree.map(jnp.copy, half)
     agent.save(half, tmp_path / "half")
-    given, history = agent.train(128, state=half, **QUIET)
+    given, history = agent.train(128, state=half, log_interval=128, **QUIET)
     loaded, _ = agent.train(128, state=agent.load(tmp_path / "half"), **QUIET)
     assert leaves_equal(before, half)
     assert history.steps.tolist() == [128]
@@ -642,7 +696,7 @@ def test_the_memory_of_a_container_counts(tmp_path):
 
 @pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run"])
 def test_a_remote_directory_is_refused_before_anything_is_compiled(ppo, path, monkeypatch):
-    monkeypatch.setattr(loop, "make_program", lambda *a: pytest.fail("too late"))
+    monkeypatch.setattr(run, "make_program", lambda *a: pytest.fail("too late"))
     for name in ("checkpoint_dir", "init_model_path"):
         with pytest.raises(ValueError, match=f"{name} must be a path on this machine"):
             ppo.train(64, **{name: path}, **QUIET)
