@@ -174,8 +174,16 @@ def test_evaluations_come_with_their_rows_and_can_stop_the_run(ppo):
     assert history.steps.tolist() == [32, 64]  # the row at 32 has no evaluation
 
 
+@pytest.fixture
+def default_hangup():
+    """Under nohup SIGHUP is ignored, and a run leaves it so."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, old)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum):
+def test_a_signal_saves_and_ends_the_run(ppo, tmp_path, signum, default_hangup):
     def press(event):
         if event.step == 64:
             os.kill(os.getpid(), signum)
