@@ -1,6 +1,6 @@
 """Storage: the interface of everything that holds experience, and what follows from it.
 
-A storage is a frozen pytree; each verb returns a new one. Its structure, shapes and dtypes never
+A storage is a frozen pytree; each method returns a new one. Its structure, shapes and dtypes never
 change, so it can be the carry of a scan and can be donated. `sample` reads, `update` moves on.
 
 What only data decide (too many adds, sampling too early, NaN) cannot raise inside jit: it is
@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
 
-from jaxroll.checks import unknown_name
-from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.types import Array, Node, PyTree, as_leaf, has_data, path_name, tree_nbytes
+from jaxroll.checks import check_flag, unknown_name
+from jaxroll.storages.arrays import as_parameter
+from jaxroll.storages.minibatches import MinibatchPlan
+from jaxroll.types import Array, Node, PyTree, has_data, tree_nbytes
 
 
 class Storage(Node, abc.ABC):
     """The interface that agents use and that users extend.
 
-    A storage of your own fulfils `create`, `add`, `insert_data_slice`, `before_gradients`, `plan`,
+    A storage of your own defines `create`, `add`, `insert_data_slice`, `before_gradients`, `plan`,
     `minibatch`, `contents`, `update`, `check` and `fill`; the rest follows. List the names of
     changeable hyperparameters in `parameters`.
 
@@ -44,6 +43,7 @@ class Storage(Node, abc.ABC):
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
+    rules: ClassVar[dict[str, str]] = {}  # parameter → rule of `jaxroll.checks.check_number`
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -69,30 +69,19 @@ class Storage(Node, abc.ABC):
         """Allocate from one sample, leaves [B, ...] of any structure and dtype."""
 
     @abc.abstractmethod
-    def add(self, transition: Any) -> Self:
-        """Write one step of all environments, leaves [B, ...]."""
+    def add(self, transition: Any, *args: Any, **kwargs: Any) -> Self:
+        """Write what was collected next, with what else this storage keeps of it."""
 
     @abc.abstractmethod
     def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
-        """Replace what is stored by a whole trajectory, leaves [T, B, ...]."""
+        """Write a whole trajectory, leaves [T, B, ...]."""
 
     @abc.abstractmethod
     def before_gradients(self, last_values: PyTree) -> Self:
-        """Whatever must be known before the first minibatch: returns and advantages."""
+        """Called before the first minibatch: returns and advantages, if the storage has them."""
 
     @abc.abstractmethod
-    def plan(
-        self,
-        key: jax.Array | None,
-        *,
-        num_mini_batch: int | None = None,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        shuffle: bool = True,
-        by: By | None = None,
-        sequence_length: int | None = None,
-        remainder: Remainder = "error",
-    ) -> MinibatchPlan:
+    def plan(self, key: jax.Array | None, *args: Any, **options: Any) -> MinibatchPlan:
         """Which rows go into which minibatch; see `jaxroll.storages.minibatches.plan`."""
 
     @abc.abstractmethod
@@ -101,11 +90,11 @@ class Storage(Node, abc.ABC):
 
     @abc.abstractmethod
     def contents(self) -> Any:
-        """Everything that is stored, with weights that tell which rows are."""
+        """Everything that is stored; rows that are not written weigh 0."""
 
     @abc.abstractmethod
     def update(self) -> Self:
-        """Move on: what was sampled is done with, counters of faults stay."""
+        """Called after the last minibatch: forget what was sampled; counters of faults stay."""
 
     @abc.abstractmethod
     def check(self) -> Self:
@@ -141,10 +130,9 @@ class Storage(Node, abc.ABC):
                 known += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
                 if all(p.kind is not p.VAR_KEYWORD for p in parameters):
                     break
-        known = list(dict.fromkeys(known))
         for name in options:
             if name not in known:
-                raise TypeError(unknown_name("option", name, known, cls.__name__))
+                raise TypeError(unknown_name("option", name, dict.fromkeys(known), cls.__name__))
         return StorageFactory(cls, options)
 
     def insert_transition(self, sample: Any) -> Self:
@@ -158,7 +146,7 @@ class Storage(Node, abc.ABC):
           leaves [T, B, ...], with weights that are 0 for rows not written.
         """
         contents = self.contents()
-        return jax.device_get(contents) if data_to_cpu else contents
+        return jax.device_get(contents) if check_flag("data_to_cpu", data_to_cpu) else contents
 
     def after_gradients(self, info: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
         """`update`, and `info` extended by what the storage counts.
@@ -173,10 +161,7 @@ class Storage(Node, abc.ABC):
         return {}
 
     def generate_batches(
-        self,
-        key: jax.Array | None = None,
-        num_mini_batch: int | None = None,
-        **options: Any,
+        self, key: jax.Array | None = None, num_mini_batch: int | None = None, **options: Any
     ) -> Batches:
         """Minibatches for all epochs: iterate over them in Python, or `.scan` them inside jit.
 
@@ -198,18 +183,10 @@ class Storage(Node, abc.ABC):
 
     def reset(self) -> Self:
         """Empty, and all counters 0."""
-        zero = {name: jnp.zeros_like(count) for name, count in self._counts().items()}
-        return self.update()._with_counts(zero)
+        return self.update()
 
     def _check_targets(self) -> None:
         """Called before sampling: raise if targets are missing and that is known."""
-
-    def _counts(self) -> dict[str, Array]:
-        """The leaves that only ever grow, by field name."""
-        return {}
-
-    def _with_counts(self, counts: dict[str, Array]) -> Self:
-        return self.replace(**counts)
 
     def update_storage_parameter(self, name: str, value: Any) -> Self:
         """A storage with one hyperparameter changed; nothing is compiled again.
@@ -222,9 +199,17 @@ class Storage(Node, abc.ABC):
           array(0.5, dtype=float32)
         """
         if name not in self.parameters:
-            kind = type(self).__name__
-            raise ValueError(unknown_name("parameter", name, list(self.parameters), kind))
-        return self.replace(**{name: _parameter_like(name, value, getattr(self, name))})
+            raise ValueError(unknown_name("parameter", name, self.parameters, type(self).__name__))
+        return self.replace(**{name: as_parameter(name, value, getattr(self, name))})
+
+    def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
+        changes = dict(changes)
+        for name in changes.keys() & set(self.parameters):
+            value, like = changes[name], getattr(self, name)
+            if isinstance(like, dict) and not isinstance(value, dict):
+                like = next(iter(like.values()))  # one number for all streams
+            changes[name] = as_parameter(name, value, like, self.rules.get(name))
+        return changes
 
     @property
     def nbytes(self) -> int:
@@ -298,7 +283,7 @@ class Batches:
         return jax.lax.scan(lambda c, row: step(c, self.storage.minibatch(row)), carry, self.plan)
 
     def stacked(self) -> Any:
-        """All minibatches at once, leaves [E·M, N, ...]; `scan` takes less memory."""
+        """All minibatches at once, leaves [E·M, N, ...]; takes as much memory as all of them."""
         return jax.vmap(self.storage.minibatch)(self.plan)
 
 
@@ -325,82 +310,3 @@ def add_donated(storage: Any, *args: Any, **kwargs: Any) -> Any:
 @jax.jit
 def _minibatch(storage: Storage, row: MinibatchPlan) -> Any:
     return storage.minibatch(row)
-
-
-def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-    """`got` as arrays, after checking structure, shapes and dtypes against `expected`.
-
-    Args:
-      what: how to call it in an error.
-      got: leaves [*leading, ...].
-      expected: leaves [...] that give shape and dtype.
-      leading: axes that `got` has in front.
-    """
-    got_leaves, got_tree = jax.tree.flatten(got)
-    leaves, tree = jax.tree.flatten(expected)
-    if got_tree != tree:
-        raise ValueError(
-            f"{what} must have the structure of the example given to create.\n"
-            f"  created with: {_names(expected)}\n  got:          {_names(got)}\n"
-            "Leave out of both, or give to both, the fields that differ."
-        )
-    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(expected)]
-    out = []
-    for path, x, like in zip(paths, got_leaves, leaves):
-        shape = (*leading, *like.shape)
-        x = jnp.asarray(x)
-        if x.shape != shape:
-            raise ValueError(
-                f"{what}: {path} must have the shape {list(shape)}, got {list(x.shape)}."
-            )
-        if x.dtype != like.dtype:
-            raise TypeError(
-                f"{what}: {path} must be {like.dtype} as in the example given to create, got "
-                f"{x.dtype}. Use .astype({str(like.dtype)!r}), or create from an example of "
-                f"{x.dtype}."
-            )
-        out.append(x)
-    return jax.tree.unflatten(tree, out)
-
-
-def allocate(example: PyTree, leading: int | None, after: int = 0) -> PyTree:
-    """Zeros like `example`, with an axis of this size put in at position `after`."""
-
-    def zeros(x: Any) -> Array:
-        dtype = jnp.result_type(x)
-        shape = np.shape(x)
-        if leading is not None:
-            shape = (*shape[:after], leading, *shape[after:])
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
-        return jnp.zeros(shape, dtype)
-
-    return jax.tree.map(zeros, example)
-
-
-def _parameter_like(name: str, value: Any, old: PyTree) -> PyTree:
-    """A new value for a hyperparameter; one number serves all streams of a dict."""
-    if isinstance(old, dict):
-        value = value if isinstance(value, dict) else dict.fromkeys(old, value)
-        if value.keys() != old.keys():
-            raise ValueError(f"{name} must have the streams {sorted(old)}, got {sorted(value)}.")
-        return {key: _parameter_like(f"{name}[{key!r}]", value[key], old[key]) for key in old}
-    if old is None:
-        raise ValueError(
-            f"this storage was created without {name}, and its structure never changes. "
-            f"Give {name} to create."
-        )
-    if isinstance(value, dict):
-        raise ValueError(f"{name} is a single number here, got a dict of {sorted(value)}.")
-    if isinstance(value, np.ndarray | jax.Array) and value.dtype != old.dtype:
-        value = value.astype(old.dtype)
-    return as_leaf(value, like=old)
-
-
-def is_concrete(x: Any) -> bool:
-    """Whether x is a plain numpy number, known while tracing."""
-    return isinstance(x, np.ndarray | np.generic | int)
-
-
-def _names(tree: PyTree) -> str:
-    return ", ".join(path_name(path) for path, _ in jax.tree.leaves_with_path(tree))

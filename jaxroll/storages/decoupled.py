@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxroll.storages.arrays import check_example
 from jaxroll.storages.rollout import RolloutStorage
 from jaxroll.types import Minibatch, Targets, Transition
 
@@ -29,17 +30,18 @@ class DecoupledRolloutStorage(RolloutStorage, kw_only=True):
     @classmethod
     def create(cls, example: Transition, num_steps: int, **options: Any) -> Self:
         """As `RolloutStorage.create`; the example has extras["adv_pred"] [B]."""
-        extras = getattr(example, "extras", None)
+        num_envs = check_example(example)
+        extras = example.extras
         if not isinstance(extras, dict) or "adv_pred" not in extras:
             got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
             raise ValueError(
                 f'a DecoupledRolloutStorage needs extras["adv_pred"], the predicted advantage [B], '
                 f'got extras {got}. Write Transition(..., extras={{"adv_pred": ...}}).'
             )
-        shape, batch = np.shape(extras["adv_pred"]), np.shape(example.terminated)
-        if shape != batch:
+        shape = np.shape(extras["adv_pred"])
+        if shape != (num_envs,):
             raise ValueError(
-                f'extras["adv_pred"] must have the shape [B] = {list(batch)}, got {list(shape)}.'
+                f'extras["adv_pred"] must have the shape [B] = [{num_envs}], got {list(shape)}.'
             )
         return super().create(example, num_steps, **options)
 

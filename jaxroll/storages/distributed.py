@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll.checks import divisors
-from jaxroll.storages.base import Storage, allocate, check_like
-from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
+from jaxroll.checks import check_count, divisors
+from jaxroll.storages.arrays import allocate, check_example, check_finite, check_like
+from jaxroll.storages.base import Storage
+from jaxroll.storages.minibatches import MinibatchPlan
 from jaxroll.types import Array, Node, PyTree, Transition
 from jaxroll.varying import vary_as
 
@@ -119,33 +120,25 @@ class DistributedStorage(Storage, kw_only=True):
           max_truncations: S, final observations of truncated steps kept for each slot; more are
             counted, and the learner then falls back on the actor's value.
         """
-        if not isinstance(example, Transition) or not np.ndim(example.terminated):
-            raise TypeError(
-                "example must be a jaxroll.Transition with leaves [B, ...], got "
-                f"{type(example).__name__}."
-            )
-        num_envs = int(np.shape(example.terminated)[0])
-        if batch_size is None:
-            batch_size = num_envs
+        num_envs = check_example(example)
+        num_steps = check_count("num_steps", num_steps)
+        max_truncations = check_count("max_truncations", max_truncations, at_least=0)
+        batch_size = num_envs if batch_size is None else check_count("batch_size", batch_size)
         if num_storages is None:
             num_storages = 2 * math.lcm(num_envs, batch_size)
+        num_storages = check_count("num_storages", num_storages)
         for name, number in (("num_envs", num_envs), ("batch_size", batch_size)):
-            if number < 1 or num_storages % number:
+            if num_storages % number:
                 raise ValueError(
                     f"num_storages must be a multiple of {name} = {number}, got {num_storages}. "
-                    f"Use num_storages={-(-num_storages // max(number, 1)) * max(number, 1)}, or a "
-                    f"{name} out of {divisors(num_storages)}."
+                    f"Use num_storages={-(-num_storages // number) * number}, or a {name} out of "
+                    f"{divisors(num_storages)}."
                 )
-        if num_steps < 1 or max_truncations < 0:
-            raise ValueError(
-                f"num_steps must be at least 1 and max_truncations at least 0, got {num_steps} and "
-                f"{max_truncations}."
-            )
-        slot = jax.tree.map(lambda x: x[0], allocate((example, initial_carry), None))
+        slot = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], (example, initial_carry)))
         step, carry = allocate(slot, num_storages)
         slots = Unrolls(
             transition=allocate(step, num_steps),
-            last_obs=allocate(step.obs, None),
+            last_obs=jax.tree.map(jnp.copy, step.obs),
             last_is_first=jnp.zeros(num_storages, bool),
             initial_carry=carry,
             final_obs=allocate(step.obs, max_truncations),
@@ -200,7 +193,7 @@ class DistributedStorage(Storage, kw_only=True):
 
     # Writing.
 
-    def add(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def add(
         self,
         transition: Transition,
         last_obs: PyTree,
@@ -324,30 +317,16 @@ class DistributedStorage(Storage, kw_only=True):
         return jnp.asarray(version, jnp.int32) - filled_by
 
     def plan(
-        self,
-        key: jax.Array | None = None,
-        *,
-        num_mini_batch: int | None = None,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        shuffle: bool = False,
-        by: By | None = None,
-        sequence_length: int | None = None,
-        remainder: Remainder = "error",
+        self, key: jax.Array | None = None, num_mini_batch: int | None = None
     ) -> MinibatchPlan:
-        """The next batches in order; `update` once for each that was used.
+        """The next batches of `batch_size` unrolls, in order; `update` once for each that was used.
 
         Args:
+          key: not used: each unroll is read once, first in first out.
           num_mini_batch: how many batches, 1 by default.
-          mini_batch_size: must be the storage's batch_size if given.
         """
-        count = 1 if num_mini_batch is None else num_mini_batch
-        if mini_batch_size not in (None, self.batch_size) or num_epochs != 1 or shuffle:
-            raise ValueError(
-                f"a DistributedStorage is read once, in order, batch_size = {self.batch_size} at a "
-                "time: num_epochs must be 1 and shuffle False. Create it with another batch_size."
-            )
-        if not 1 <= count <= self.num_storages // self.batch_size:
+        count = 1 if num_mini_batch is None else check_count("num_mini_batch", num_mini_batch)
+        if count > self.num_storages // self.batch_size:
             raise ValueError(
                 f"num_mini_batch must be between 1 and {self.num_storages // self.batch_size}, got "
                 f"{count}."
@@ -413,19 +392,8 @@ class DistributedStorage(Storage, kw_only=True):
             used = used & steps.valid
         # A bootstrap value is read only where a step was truncated.
         bootstraps = used if steps.truncated is None else used & steps.truncated
-        for path, x in jax.tree.leaves_with_path(steps):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                continue
-            rows = bootstraps if path[0].name == "bootstrap_value" else used
-            bad = ~np.isfinite(x.astype(np.float32)) & rows.reshape(
-                *rows.shape, *[1] * (x.ndim - 2)
-            )
-            if bad.any():
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ValueError(
-                    f"{name} is not finite in {bad.sum()} places, first in slot "
-                    f"{(np.argwhere(bad)[0][1] + counters.read) % self.num_storages}."
-                )
+        check_finite(steps.replace(bootstrap_value=None), used, "unroll")
+        check_finite({"bootstrap_value": steps.bootstrap_value}, bootstraps, "unroll")
         return self
 
 

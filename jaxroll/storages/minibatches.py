@@ -139,20 +139,22 @@ def take(tree: PyTree, row: MinibatchPlan) -> PyTree:
       >>> take(steps, MinibatchPlan(jnp.array([3, 0]), jnp.ones(2), sequence_length=2)).tolist()
       [[5, 0], [7, 2]]
     """
-    indices = row.indices
 
     def pick(x: Array) -> Array:
-        num_steps, num_envs = x.shape[:2]
-        index = indices
-        if row.sequence_length is not None:
-            chunk, env = jnp.divmod(indices, num_envs)
-            start = chunk * (row.sequence_length * num_envs) + env
-            ahead = jnp.arange(row.sequence_length, dtype=indices.dtype) * num_envs
-            index = ahead[:, None] + start[None, :]
-        flat = x.reshape(num_steps * num_envs, *x.shape[2:])
-        return flat.at[index].get(mode="promise_in_bounds")
+        flat = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+        return flat.at[flat_indices(row, x.shape[1])].get(mode="promise_in_bounds")
 
     return jax.tree.map(pick, tree)
+
+
+def flat_indices(row: MinibatchPlan, num_envs: int) -> Array:
+    """t·B + b of every step in one row of a plan: [N], or [L, N] for sequences."""
+    if row.sequence_length is None:
+        return row.indices
+    chunk, env = jnp.divmod(row.indices, num_envs)
+    start = chunk * (row.sequence_length * num_envs) + env
+    ahead = jnp.arange(row.sequence_length, dtype=row.indices.dtype) * num_envs
+    return ahead[:, None] + start[None, :]
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)

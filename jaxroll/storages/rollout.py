@@ -11,14 +11,23 @@ import numpy as np
 from flax import struct
 
 from jaxroll import estimators
-from jaxroll.checks import divisors
+from jaxroll.checks import check_array, check_count, check_divides
 from jaxroll.storages import minibatches
-from jaxroll.storages.base import Storage, allocate, check_like, is_concrete
+from jaxroll.storages.arrays import (
+    allocate,
+    as_parameter,
+    check_example,
+    check_finite,
+    check_like,
+    row_like,
+    vary_leaves,
+)
+from jaxroll.storages.base import Storage
 from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
-from jaxroll.types import Array, Minibatch, PyTree, Rollout, Targets, Transition, as_leaf
+from jaxroll.types import Array, Minibatch, PyTree, Rollout, Targets, Transition
 from jaxroll.varying import vary_as
 
-_STALE = -2  # targets_at once a hyperparameter of the targets was changed
+_NONE = -1  # targets_at where there are no targets
 
 
 class RolloutStorage(Storage, kw_only=True):
@@ -50,6 +59,7 @@ class RolloutStorage(Storage, kw_only=True):
     """
 
     parameters: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda", "episodic")
+    rules: ClassVar[dict[str, str]] = {"discount": "in [0, 1]", "gae_lambda": "in [0, 1]"}
 
     data: Transition
     targets: Targets
@@ -88,42 +98,29 @@ class RolloutStorage(Storage, kw_only=True):
             sequences that start with it. None: a feed-forward policy.
           sequence_length: L steps for each sequence, must divide T; None: all T.
         """
-        if not isinstance(example, Transition):
-            raise TypeError(
-                f"example must be a jaxroll.Transition with leaves [B, ...], got "
-                f"{type(example).__name__}. Write Transition(obs=..., action=..., reward=..., "
-                "terminated=..., value=...); put anything else into extras."
-            )
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
+        check_example(example)
+        num_steps = check_count("num_steps", num_steps)
         if example.value is None:
             raise ValueError(
                 "a RolloutStorage computes advantages, so the example needs a value [B]. "
                 "Give Transition(..., value=V(obs)), or zeros where there is no critic."
-            )
-        batch = {np.shape(x)[:1] for x in jax.tree.leaves(example)}
-        if len(batch) != 1 or batch == {()}:
-            shapes = ", ".join(
-                f"{jax.tree_util.keystr(path, simple=True, separator='.')} {list(np.shape(x))}"
-                for path, x in jax.tree.leaves_with_path(example)
-            )
-            raise ValueError(
-                f"every leaf of the example must start with the same axis B, got {shapes}. "
-                "Write x[None] for a single environment."
             )
         if example.truncated is not None and example.bootstrap_value is None:
             raise ValueError(
                 "an example with truncated needs bootstrap_value, V(final observation) of the "
                 "truncated steps. Give both, or neither if no episode is cut short."
             )
-        length = num_steps if sequence_length is None else sequence_length
-        if length < 1 or num_steps % length:
-            raise ValueError(
-                f"sequence_length must divide num_steps = {num_steps}, got {length}. "
-                f"Use one of {divisors(num_steps)}."
-            )
-        _check_rows(example, next(iter(batch)))
+        length = num_steps
+        if sequence_length is not None:
+            length = sequence_length = check_count("sequence_length", sequence_length)
+            check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
         streams = _streams(example)
+
+        def parameter(name: str, value: PyTree, dtype: type = np.float32) -> PyTree:
+            like = np.zeros((), dtype)
+            like = like if streams is None else dict.fromkeys(streams, like)
+            return as_parameter(name, value, like, cls.rules.get(name))
+
         targets = Targets(allocate(example.value, num_steps), allocate(example.value, num_steps))
         arrays = vary_as(
             {
@@ -137,10 +134,10 @@ class RolloutStorage(Storage, kw_only=True):
             **arrays,
             added=np.zeros((), np.int32),
             lost=np.zeros((), np.int32),
-            targets_at=np.full((), -1, np.int32),
-            discount=_per_stream("discount", discount, streams),
-            gae_lambda=_per_stream("gae_lambda", gae_lambda, streams),
-            episodic=None if episodic is None else _per_stream("episodic", episodic, streams),
+            targets_at=np.full((), _NONE, np.int32),
+            discount=parameter("discount", discount),
+            gae_lambda=parameter("gae_lambda", gae_lambda),
+            episodic=None if episodic is None else parameter("episodic", episodic, bool),
             sequence_length=sequence_length,
         )
 
@@ -193,15 +190,12 @@ class RolloutStorage(Storage, kw_only=True):
     @property
     def position(self) -> Array:
         """[] int32: rows written."""
-        # What is known while tracing stays known.
-        minimum = np.minimum if is_concrete(self.added) else jnp.minimum
-        return minimum(self.added, np.int32(self.num_steps))
+        return jnp.minimum(self.added, self.num_steps)
 
     @property
     def dropped(self) -> Array:
         """[] int32: adds past the end, since create or reset."""
-        maximum = np.maximum if is_concrete(self.added) else jnp.maximum
-        return self.lost + maximum(self.added - np.int32(self.num_steps), np.int32(0))
+        return self.lost + jnp.maximum(self.added - self.num_steps, 0)
 
     @property
     def has_targets(self) -> Array:
@@ -232,7 +226,7 @@ class RolloutStorage(Storage, kw_only=True):
           transition: leaves [B, ...] with the structure and dtypes of the example.
           carry: the recurrent state before this step, if the storage was created with one.
         """
-        transition = check_like("transition", transition, _row(self.data))
+        transition = check_like("transition", transition, row_like(self.data))
         full = self.is_full
 
         def write(x: Array, row: Array, index: Array, keep: Array) -> Array:
@@ -245,7 +239,7 @@ class RolloutStorage(Storage, kw_only=True):
         initial_carry = self.initial_carry
         self._expects_carry("add(transition, carry)", carry)
         if self.is_recurrent:
-            carry = check_like("carry", carry, _row(initial_carry))
+            carry = check_like("carry", carry, row_like(initial_carry))
             length = self.sequence_length or self.num_steps
             inside = full | (self.added % length != 0)
             initial_carry = jax.tree.map(
@@ -277,7 +271,7 @@ class RolloutStorage(Storage, kw_only=True):
                 f"a trajectory must have between 1 and num_steps = {self.num_steps} steps, got "
                 f"{steps}. Create the storage with num_steps={steps}."
             )
-        data = check_like("trajectory", trajectory, _row(self.data), (steps,))
+        data = check_like("trajectory", trajectory, row_like(self.data), (steps,))
         if steps < self.num_steps:
             data = jax.tree.map(
                 lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0), self.data, data
@@ -285,13 +279,13 @@ class RolloutStorage(Storage, kw_only=True):
         self._expects_carry("insert_data_slice(trajectory, initial_carry)", initial_carry)
         carry = self.initial_carry
         if self.is_recurrent:
-            carry = check_like("initial_carry", initial_carry, _like(carry))
+            carry = check_like("initial_carry", initial_carry, carry)
         return self.replace(
-            data=_vary_leaves(data, self.data),
-            initial_carry=_vary_leaves(carry, self.initial_carry),
+            data=vary_leaves(data, self.data),
+            initial_carry=vary_leaves(carry, self.initial_carry),
             added=vary_as(np.asarray(steps, np.int32), like=self.added),
             lost=self.dropped,
-            targets_at=vary_as(np.full((), -1, np.int32), like=self.targets_at),
+            targets_at=vary_as(np.full((), _NONE, np.int32), like=self.targets_at),
         )
 
     # Targets.
@@ -304,15 +298,12 @@ class RolloutStorage(Storage, kw_only=True):
         """
         data = self.data
         last_values = self._last_values(last_values)
-        values, valid = data.value, data.valid
-        if not (is_concrete(self.position) and int(self.position) == self.num_steps):
-            # Rows not written are not experience, and last_values stands where they begin.
-            unwritten = jnp.arange(self.num_steps)[:, None] >= self.position
-            unwritten = jnp.broadcast_to(unwritten, data.terminated.shape)
-            valid = ~unwritten if valid is None else valid & ~unwritten
-            values = jax.tree.map(
-                lambda v, last: jnp.where(unwritten, last[None], v), values, last_values
-            )
+        # Rows that are not written are not experience, and last_values takes their place.
+        written = self._written()
+        valid = written if data.valid is None else written & data.valid
+        values = jax.tree.map(
+            lambda v, last: jnp.where(written, v, last[None]), data.value, last_values
+        )
         streams = _streams(data)
 
         def targets(name: str | None) -> Targets:
@@ -352,13 +343,13 @@ class RolloutStorage(Storage, kw_only=True):
         Args:
           targets: [T, B] advantages and returns, or dicts of streams.
         """
-        return self.replace(targets=_vary_leaves(targets, self.targets), targets_at=self.added)
+        return self.replace(targets=vary_leaves(targets, self.targets), targets_at=self.added)
 
     def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Another discount, λ or episodic makes the targets stale."""
+        changes = super()._implied(changes)
         if changes.keys() & set(self.parameters) and not changes.keys() & {"targets", "targets_at"}:
-            at, where = self.targets_at, np.where if is_concrete(self.targets_at) else jnp.where
-            changes = {**changes, "targets_at": where(at >= 0, np.int32(_STALE), at)}
+            changes["targets_at"] = vary_as(np.full((), _NONE, np.int32), like=self.targets_at)
         return changes
 
     def before_gradients(self, last_values: PyTree) -> Self:
@@ -371,13 +362,9 @@ class RolloutStorage(Storage, kw_only=True):
         self,
         key: jax.Array | None,
         *,
-        num_mini_batch: int | None = None,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        shuffle: bool = True,
         by: By | None = None,
         sequence_length: int | None = None,
-        remainder: Remainder = "error",
+        **options: Any,
     ) -> MinibatchPlan:
         """Which rows go into which minibatch; see `jaxroll.storages.minibatches.plan`.
 
@@ -392,13 +379,9 @@ class RolloutStorage(Storage, kw_only=True):
             key,
             num_steps=self.num_steps,
             num_envs=self.num_envs,
-            num_mini_batch=num_mini_batch,
-            mini_batch_size=mini_batch_size,
-            num_epochs=num_epochs,
-            shuffle=shuffle,
             by=by,
             sequence_length=sequence_length,
-            remainder=remainder,
+            **options,
         )
         stored = self.sequence_length or self.num_steps
         if self.is_recurrent and row_plan.sequence_length not in (None, stored):
@@ -415,35 +398,24 @@ class RolloutStorage(Storage, kw_only=True):
         Without targets for what is stored it raises; inside jit all rows then weigh 0.
         """
         self._check_targets()
-        has_targets = self.has_targets
-        picked, targets, weights = minibatches.take((self.data, self.targets, self._weights()), row)
-        plan_weights = jnp.broadcast_to(row.weights, row.weights.shape)
-        if row.sequence_length is not None:
-            plan_weights = jnp.broadcast_to(
-                plan_weights[None], (row.sequence_length, *plan_weights.shape)
-            )
-        if isinstance(has_targets, jax.core.Tracer):
-            plan_weights = plan_weights * has_targets
+        picked, targets = minibatches.take((self.data, self.targets), row)
+        index = minibatches.flat_indices(row, self.num_envs)
+        weights = jnp.broadcast_to(row.weights, index.shape)
+        weights = weights * (self.has_targets & (index < self.position * self.num_envs))
+        if picked.valid is not None:
+            weights = weights * picked.valid
         carry = None
         if self.is_recurrent and row.sequence_length is not None:
             carry = minibatches.take(self.initial_carry, row.replace(sequence_length=None))
-        return Minibatch(
-            transition=picked,
-            targets=targets,
-            weights=plan_weights if weights is None else plan_weights * weights,
-            initial_carry=carry,
-        )
+        return Minibatch(picked, targets, weights, carry)
 
     def _check_targets(self) -> None:
         has_targets = self.has_targets
         if isinstance(has_targets, jax.core.Tracer) or has_targets:
             return
-        reason = "there are no targets for what is stored."
-        if self.targets_at == _STALE:
-            reason = f"one of {', '.join(self.parameters)} was changed after the last targets."
         raise ValueError(
-            f"{reason} Call storage = storage.compute_returns_and_advantages(last_values) before "
-            "sampling."
+            f"there are no targets for what is stored and its {', '.join(self.parameters)}. Call "
+            "storage = storage.compute_returns_and_advantages(last_values) before sampling."
         )
 
     def sample(
@@ -458,22 +430,15 @@ class RolloutStorage(Storage, kw_only=True):
 
     def contents(self) -> Minibatch:
         """All rows in order, leaves [T, B, ...]; weights are 0 for rows not written."""
-        weights = self._weights()
-        if weights is None:
-            weights = jnp.ones((self.num_steps, self.num_envs), jnp.float32)
+        weights = self._written().astype(jnp.float32)
+        if self.data.valid is not None:
+            weights = weights * self.data.valid
         return Minibatch(self.data, self.targets, weights, self.initial_carry)
 
-    def _weights(self) -> Array | None:
-        """[T, B] 1 for rows that are experience; None if all are."""
-        weights = None
-        if self.data.valid is not None:
-            weights = self.data.valid.astype(jnp.float32)
-        if is_concrete(self.position) and int(self.position) == self.num_steps:
-            return weights
-        shape = (self.num_steps, self.num_envs)
-        written = (jnp.arange(self.num_steps) < self.position).astype(jnp.float32)
-        written = jnp.broadcast_to(written[:, None], shape)
-        return written if weights is None else weights * written
+    def _written(self) -> Array:
+        """[T, B] bool: which rows are written."""
+        rows = jnp.arange(self.num_steps)[:, None] < self.position
+        return jnp.broadcast_to(rows, (self.num_steps, self.num_envs))
 
     # Moving on.
 
@@ -482,11 +447,12 @@ class RolloutStorage(Storage, kw_only=True):
         return self.replace(
             added=jnp.zeros_like(self.added),
             lost=self.dropped,
-            targets_at=jnp.full_like(self.targets_at, -1),
+            targets_at=jnp.full_like(self.targets_at, _NONE),
         )
 
-    def _counts(self) -> dict[str, Array]:
-        return {"lost": self.lost}
+    def reset(self) -> Self:
+        """Empty, and all counters 0."""
+        return self.update().replace(lost=jnp.zeros_like(self.lost))
 
     def counters(self) -> dict[str, Array]:
         """`storage_dropped`: adds past the end."""
@@ -511,18 +477,8 @@ class RolloutStorage(Storage, kw_only=True):
                 "the rest weighs 0. Add the rest, or use check(partial=True) if that is meant."
             )
         self._check_targets()
-        contents = self.contents()
-        weights = np.asarray(contents.weights) > 0
         checked = {"value": self.data.value, "reward": self.data.reward, "targets": self.targets}
-        for path, x in jax.tree.leaves_with_path(checked):
-            bad = ~np.isfinite(np.asarray(x, np.float32)) & weights
-            if bad.any():
-                t, b = np.argwhere(bad)[0]
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ValueError(
-                    f"{name} is not finite in {bad.sum()} rows, first at step {t} of environment "
-                    f"{b}. Look at the reward, value and last_values that were given there."
-                )
+        check_finite(checked, np.asarray(self.contents().weights) > 0, "environment")
         return self
 
     def _last_values(self, last_values: PyTree) -> PyTree:
@@ -535,6 +491,7 @@ class RolloutStorage(Storage, kw_only=True):
             )
 
         def convert(last: Any, v: Array) -> Array:
+            check_array("last_values", last)
             if np.shape(last) != v.shape[1:]:
                 raise ValueError(
                     f"last_values must have the shape {list(v.shape[1:])}, one for each "
@@ -558,36 +515,6 @@ class RolloutStorage(Storage, kw_only=True):
             )
 
 
-def _row(tree: PyTree) -> PyTree:
-    """Shape and dtype of one row of leaves [T, ...]."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-
-
-def _like(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _vary_leaves(tree: PyTree, like: PyTree) -> PyTree:
-    """Each leaf varying over the mesh at least as the one that it replaces: scans need that."""
-    return jax.tree.map(vary_as, tree, like)
-
-
-def _check_rows(example: Transition, batch: tuple[int, ...]) -> None:
-    """What enters a formula is one number, or one flag, for each environment."""
-    flags = ("terminated", "truncated", "is_first", "valid")
-    for field in (*flags, "reward", "value", "bootstrap_value", "log_prob"):
-        for x in jax.tree.leaves(getattr(example, field)):
-            if np.shape(x) != batch:
-                raise ValueError(
-                    f"{field} must have the shape [B] = {list(batch)}, got {list(np.shape(x))}. "
-                    "Give several rewards or values as dicts of streams."
-                )
-            if field in flags and jnp.result_type(x) != np.bool_:
-                raise TypeError(
-                    f"{field} must be bool, got {jnp.result_type(x)}. Use {field}.astype(bool)."
-                )
-
-
 def _streams(transition: Transition) -> list[str] | None:
     """The names of the value streams; None for a single one."""
     if not isinstance(transition.value, dict):
@@ -604,19 +531,3 @@ def _streams(transition: Transition) -> list[str] | None:
                 f"{got}."
             )
     return names
-
-
-def _per_stream(what: str, number: PyTree, streams: list[str] | None) -> PyTree:
-    # A discount of 1 is a float too, else a later 0.99 would become an integer.
-    like = np.zeros((), bool if what == "episodic" else np.float32)
-    if streams is None:
-        if isinstance(number, dict):
-            raise ValueError(
-                f"{what} is a dict of {sorted(number)}, but value is a single array. "
-                "Give a number, or a dict of values."
-            )
-        return as_leaf(number, like=like)
-    if isinstance(number, dict) and sorted(number) != streams:
-        raise ValueError(f"{what} must have the streams {streams}, got {sorted(number)}.")
-    each = {s: number[s] if isinstance(number, dict) else number for s in streams}
-    return as_leaf(each, like=like)

@@ -1,0 +1,150 @@
+"""What storages share: allocating from an example, and checking data against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxroll.checks import check_array, check_number
+from jaxroll.types import Array, PyTree, Transition, as_leaf, path_name
+from jaxroll.varying import vary_as
+
+
+def check_example(example: Transition) -> int:
+    """B, after checking that one step has leaves [B, ...], and [B] where one number is meant."""
+    if not isinstance(example, Transition):
+        raise TypeError(
+            f"example must be a jaxroll.Transition with leaves [B, ...], got "
+            f"{type(example).__name__}. Write Transition(obs=..., action=..., reward=..., "
+            "terminated=..., value=...); put anything else into extras."
+        )
+    leaves = jax.tree.leaves_with_path(example)
+    shapes = {path_name(path): np.shape(check_array(path_name(path), x)) for path, x in leaves}
+    batch = {shape[:1] for shape in shapes.values()}
+    if len(batch) != 1 or batch == {()}:
+        shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"every leaf of the example must start with the same axis B, got {shown}. "
+            "Write x[None] for a single environment."
+        )
+    (num_envs,) = batch.pop()
+    flags = ("terminated", "truncated", "is_first", "valid")
+    for field in (*flags, "reward", "value", "bootstrap_value", "log_prob"):
+        for x in jax.tree.leaves(getattr(example, field)):
+            if np.shape(x) != (num_envs,):
+                raise ValueError(
+                    f"{field} must have the shape [B] = [{num_envs}], got {list(np.shape(x))}. "
+                    "Give several rewards or values as dicts of streams."
+                )
+            if field in flags and jnp.result_type(x) != np.bool_:
+                raise TypeError(
+                    f"{field} must be bool, got {jnp.result_type(x)}. Use {field}.astype(bool)."
+                )
+    return num_envs
+
+
+def allocate(example: PyTree, size: int) -> PyTree:
+    """Zeros like `example`, with an axis of this size in front."""
+
+    def zeros(x: Any) -> Array:
+        dtype, shape = jnp.result_type(x), (size, *np.shape(x))
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
+        return jnp.zeros(shape, dtype)
+
+    return jax.tree.map(zeros, example)
+
+
+def row_like(tree: PyTree) -> PyTree:
+    """Shape and dtype of one row of leaves [T, ...]."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+def vary_leaves(tree: PyTree, like: PyTree) -> PyTree:
+    """Each leaf varying over the mesh at least as the one that it replaces: scans need that."""
+    return jax.tree.map(vary_as, tree, like)
+
+
+def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    """`got` as arrays, after checking structure, shapes and dtypes against `expected`.
+
+    Args:
+      what: how to call it in an error.
+      got: leaves [*leading, ...].
+      expected: leaves [...] that give shape and dtype.
+      leading: axes that `got` has in front.
+    """
+    if jax.tree.structure(got) != jax.tree.structure(expected):
+        raise ValueError(
+            f"{what} must have the structure of the example given to create.\n"
+            f"  created with: {_names(expected)}\n  got:          {_names(got)}\n"
+            "Leave out of both, or give to both, the fields that differ."
+        )
+
+    def convert(path: Any, like: Any, x: Any) -> jax.Array:
+        name, shape = path_name(path), (*leading, *like.shape)
+        x = jnp.asarray(check_array(f"{what}: {name}", x))
+        if x.shape != shape:
+            raise ValueError(
+                f"{what}: {name} must have the shape {list(shape)}, got {list(x.shape)}."
+            )
+        if x.dtype != like.dtype:
+            raise TypeError(
+                f"{what}: {name} must be {like.dtype} as in the example given to create, got "
+                f"{x.dtype}. Use .astype({str(like.dtype)!r}), or create from an example of "
+                f"{x.dtype}."
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(convert, expected, got)
+
+
+def _names(tree: PyTree) -> str:
+    leaves = jax.tree.leaves_with_path(tree)
+    return ", ".join(path_name(path) or type(x).__name__ for path, x in leaves)
+
+
+def as_parameter(name: str, value: PyTree, like: PyTree, rule: str | None = None) -> PyTree:
+    """A hyperparameter as leaves like the old ones; one number serves all streams of a dict."""
+    if isinstance(like, dict):
+        each = value if isinstance(value, dict) else dict.fromkeys(like, value)
+        if each.keys() != like.keys():
+            raise ValueError(f"{name} must have the streams {sorted(like)}, got {sorted(each)}.")
+        return {s: as_parameter(f"{name}[{s!r}]", each[s], like[s], rule) for s in like}
+    if like is None and value is not None:
+        raise ValueError(
+            f"this storage was created without {name}, and its structure never changes. "
+            f"Give {name} to create."
+        )
+    if isinstance(value, dict):
+        raise ValueError(
+            f"{name} must be a single number, as value is a single array, got a dict of "
+            f"{sorted(value)}."
+        )
+    if like is None or not hasattr(like, "dtype") or isinstance(value, jax.ShapeDtypeStruct):
+        return value  # axes of a vmap, shardings, shapes
+    if like.dtype != np.bool_:
+        check_number(name, value, rule, shape=np.shape(like))
+    elif getattr(value, "dtype", type(value)) not in (bool, np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return value.astype(like.dtype)
+    return as_leaf(value, like=like)
+
+
+def check_finite(tree: PyTree, used: np.ndarray, what: str) -> None:
+    """Raise if a floating point leaf [T, B, ...] is not finite in a row that is used."""
+    for path, x in jax.tree.leaves_with_path(jax.device_get(tree)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        rows = used.reshape(*used.shape, *[1] * (x.ndim - 2))
+        bad = (~np.isfinite(x.astype(np.float32)) & rows).reshape(*used.shape, -1).any(-1)
+        if bad.any():
+            t, b = np.argwhere(bad)[0]
+            raise ValueError(
+                f"{path_name(path)} is not finite in {bad.sum()} rows, first at step {t} of {what} "
+                f"{b}. Look at the reward, value and last_values that were given there."
+            )
