@@ -35,7 +35,7 @@ from jaxroll.envs import wrappers
 # The most of each area's calls that may be accepted, and that may be accepted or unclear. They only
 # go down, to 0, which stands for MAX_UNCLEAR of the calls where it is about unclear ones.
 CEILINGS = {
-    "core": (162, 415),
+    "core": (20, 80),
     "learner": (0, 0),
     "collect": (51, 219),
     "envs": (0, 0),
@@ -224,8 +224,8 @@ def storages():
         {"example": ("state", decoupled), **steps, **numbers},
     )
     ring = {
-        "num_storages": ("count", 8),
-        "batch_size": ("count", 2),
+        "num_storages": ("count?", 8),
+        "batch_size": ("count?", 2),
         "max_truncations": ("count", 1),
     }
     yield target(

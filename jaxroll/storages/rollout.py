@@ -400,10 +400,10 @@ class RolloutStorage(Storage, kw_only=True):
         self._check_targets()
         picked, targets = minibatches.take((self.data, self.targets), row)
         index = minibatches.flat_indices(row, self.num_envs)
-        weights = jnp.broadcast_to(row.weights, index.shape)
-        weights = weights * (self.has_targets & (index < self.position * self.num_envs))
+        is_written = self.has_targets & (index < self.position * self.num_envs)
+        weights = jnp.where(is_written, row.weights, 0)
         if picked.valid is not None:
-            weights = weights * picked.valid
+            weights = jnp.where(picked.valid, weights, 0)
         carry = None
         if self.is_recurrent and row.sequence_length is not None:
             carry = minibatches.take(self.initial_carry, row.replace(sequence_length=None))
@@ -432,7 +432,7 @@ class RolloutStorage(Storage, kw_only=True):
         """All rows in order, leaves [T, B, ...]; weights are 0 for rows not written."""
         weights = self._written().astype(jnp.float32)
         if self.data.valid is not None:
-            weights = weights * self.data.valid
+            weights = jnp.where(self.data.valid, weights, 0)
         return Minibatch(self.data, self.targets, weights, self.initial_carry)
 
     def _written(self) -> Array:
