@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxroll.checks import check_flag
 from jaxroll.collectors.rollout import keep_types, strong_types
 from jaxroll.distributions import sample
 from jaxroll.envs.base import HostEnv, HostEnvSpec
@@ -107,6 +108,7 @@ def evaluate(
       >>> evaluate(env, policy, params, jax.random.key(1), num_episodes=5).episode_return.shape
       (5,)
     """
+    check_flag("deterministic", deterministic)
     returns, lengths, played = _play_all(
         env,
         policy,

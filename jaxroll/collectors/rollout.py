@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxroll.checks import divisors
+from jaxroll.checks import check_flag, divisors
 from jaxroll.collectors.batched import (
     action_draws,
     steps_together,
@@ -170,6 +170,8 @@ def collect(
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).collect(...)")
     policy = as_policy(policy)
     length = _checked_length(num_steps, sequence_length, max_truncations)
+    check_flag("bootstrap", bootstrap)
+    check_flag("deterministic", deterministic)
     rows, value_each_step = _truncation_rows(env, num_steps, max_truncations, bootstrap)
     num_envs = actor.is_first.shape[0]
     rollout_key = jax.random.fold_in(actor.key, actor.num_rollouts)
