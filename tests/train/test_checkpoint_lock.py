@@ -69,12 +69,12 @@ import os, signal, sys, time, warnings
 from jaxroll.train.lock import RunLock
 RunLock(sys.argv[1]).acquire()
 lock = RunLock(sys.argv[1] + "/kept").acquire()
-child = os.fork()
-if child == 0:
+if os.fork() == 0:
+    os.kill(os.getppid(), signal.SIGKILL)
+    print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
 """
 
 
