@@ -141,14 +141,14 @@ def undisturbed(start, tmp_path_factory):
 def kill_and_go_on(start, undisturbed, run, count):
     """Kill a run `count` times at random moments, let it finish, compare."""
     draw = random.Random(count)
-    iterations = 12 * count
+    iterations = 20 * count
     agent = agent_named("ppo")
     reached, kills = 0, 0
     while kills < count:
         process = start(run, "ppo", iterations * STEPS_PER_ITERATION)
         if kills % 5 == 4:  # somewhere in imports, compilation, restore
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=draw.uniform(0, 10))
+                process.wait(timeout=draw.uniform(0, 2.5))
         else:
             target = reached + draw.randint(1, 2) * LOG_EVERY * STEPS_PER_ITERATION
             wait_for_step(process, run, target)
