@@ -4,6 +4,8 @@ Compiled programs are kept in `.pytest_cache`, so that the workers and the proce
 start share them, and a second run need not compile again. Plain tests run by default; `--slow`
 adds the slow tier, `--long` the long one.
 
+Hypothesis tries the same examples in each run; with `--long` others each time.
+
 Most of the time goes into compiling. Doctests, and the files in `UNOPTIMIZED`, compile without
 most of XLA's optimisations: they test neither bits, nor memory, nor speed.
 """
@@ -19,6 +21,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import hypothesis
 import jax
 import pytest
 
@@ -37,6 +40,13 @@ def pytest_addoption(parser):
     """Options that add a tier."""
     parser.addoption("--slow", action="store_true", help="also run the slow tier")
     parser.addoption("--long", action="store_true", help="also run the long tier")
+
+
+def pytest_configure(config):
+    """A change makes a test fail, not the luck of a run."""
+    hypothesis.settings.register_profile("same", derandomize=True)
+    if not config.getoption("--long"):
+        hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(config, items):

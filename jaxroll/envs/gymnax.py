@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ def _is_built_in(name: str) -> bool:
     package = importlib.util.find_spec("gymnax")
     for folder in (package and package.submodule_search_locations) or ():
         with contextlib.suppress(OSError):
-            return f'"{name}"' in (Path(folder) / "registration.py").read_text()
+            text = (Path(folder) / "registration.py").read_text()
+            return bool(re.fullmatch(r"[\w-]+", name)) and f'"{name}"' in text
     return False
 
 

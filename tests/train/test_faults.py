@@ -547,6 +547,7 @@ class Compiling(Exception):
 )
 @given(options=st.dictionaries(st.sampled_from(_OPTIONS), _wild, min_size=1, max_size=2))
 @example(options={"init_model_path": ""})
+@example(options={"eval_env": ""})
 def test_no_mistake_in_the_options_gets_past_our_checks(options, ppo, monkeypatch):
     def stop(*args):
         raise Compiling
