@@ -13,8 +13,6 @@ from jaxroll.checks import check_path, unknown_name
 from jaxroll.train.logging import plain_row, read_jsonl
 from jaxroll.train.text import format_number
 
-_SHOWN = 4  # rows at either end of a printed history
-
 
 class History:
     """What a run measured, by step.
@@ -62,9 +60,8 @@ class History:
           {'learning_rate': 0.0003, 'step': 1, 'loss': 0.25}
         """
         histories = list(histories) if isinstance(histories, Iterable) else [histories]
-        for history in histories:
-            if not isinstance(history, History):
-                raise TypeError(f"histories must be a list of History, got {history!r} in it.")
+        if not all(isinstance(history, History) for history in histories):
+            raise TypeError(f"histories must be a list of History, got {histories!r}.")
         named: dict[str, Sequence[Any]] = columns or {"seed": range(len(histories))}
         for name, values in named.items():
             if len(values) != len(histories):
@@ -149,7 +146,7 @@ class History:
             raise KeyError(unknown_name("column", name, self.names, "the history"))
         values = [row.get(name) for row in self._rows]
         if all(value is None or isinstance(value, bool | int | float) for value in values):
-            return np.array([np.nan if value is None else value for value in values], np.float64)
+            return np.array(values, np.float64)  # None becomes NaN
         column = np.empty(len(values), object)
         column[:] = values
         return column
@@ -175,8 +172,8 @@ class History:
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        rows = [[f"<td>{html.escape(cell)}</td>" for cell in row] for row in self._table()]
-        table = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._table()]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<p>{html.escape(self._title())}</p><table>{table}</table>"
 
     def _title(self) -> str:
@@ -188,14 +185,12 @@ class History:
     def _table(self) -> list[list[str]]:
         """The names, then the first and the last rows; [] if there is none."""
         names, rows = self.names, self._rows
-        if len(rows) > 2 * _SHOWN:
-            rows = [*rows[:_SHOWN], dict.fromkeys(names, "…"), *rows[-_SHOWN:]]
+        if len(rows) > 9:
+            rows = [*rows[:4], dict.fromkeys(names, "…"), *rows[-4:]]
         return [names, *([_cell(row.get(name)) for name in names] for row in rows)] if rows else []
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else format_number(value)
+    if isinstance(value, float):
+        return format_number(value)
+    return "" if value is None else f"{value:,}" if type(value) is int else str(value)

@@ -7,8 +7,10 @@ nothing pops up. The palette (Okabe and Ito's) can be told apart by colour-blind
 from __future__ import annotations
 
 import io
+import json
 import os
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,7 +18,6 @@ import numpy as np
 
 from jaxroll.checks import check_choice, check_count, check_path, unknown_name
 from jaxroll.train.history import History
-from jaxroll.train.runs import load_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ _BANDS = {"range": "min–max", "std": "± 1 standard deviation", "ci": "95 % bo
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _TITLES = {"fps": "steps per second", "total_time": "seconds", "step": "steps"}
+_NOT_THE_EXPERIMENT = ("seed", "out", "name", "checkpoint_dir", "directory")  # of a config
 
 
 class Curve(NamedTuple):
@@ -77,42 +79,39 @@ def plot_runs(
       'loss'
     """
     check_choice("band", band, (*_BANDS, None))
-    smooth = check_count("smooth", smooth)
+    check_count("smooth", smooth)
     if out is not None:
-        out = check_path("out", out)
-        check_choice("the end of out", out.suffix.lower(), (".png", ".svg", ".pdf"))
-    groups = load_curves(runs, labels)
-    names = _names(names, x, groups)
+        suffix = check_path("out", out).suffix.lower()
+        check_choice("the end of out", suffix, (".png", ".svg", ".pdf"))
+    lines = _load(runs, labels)
+    names = _names(names, x, lines)
     if ax is not None and len(names) > 1:
         raise ValueError(f"ax holds one chart, got {len(names)} names: {', '.join(names)}.")
-    figure, axes = _make_figure(len(names)) if ax is None else (ax.get_figure(root=True), [ax])
-    if figure is None:
-        raise ValueError("ax belongs to no figure any more. Make it with figure.subplots().")
+    figure: Any = _make_figure(len(names)) if ax is None else ax.get_figure(root=True)
+    axes = figure.axes if ax is None else [ax]
     num_seeds: set[int] = set()
     for axis, name in zip(axes, names):
-        for i, (label, seeds) in enumerate(groups.items()):
+        for i, (label, seeds) in enumerate(lines.items()):
             curve = take_together([_series(history, x, name, smooth) for history in seeds], band)
             if curve is not None:
+                _draw(axis, curve, i, label, is_shaded=band is not None)
                 num_seeds.add(curve.num_seeds)
-                _draw(axis, curve, i, label, shaded=band is not None)
         _style(axis, x, name)
-    if len(groups) > 1 and len(axes) == 1:
+    if len(lines) > 1 and len(axes) == 1:
         axes[0].legend(frameon=False)
-    elif len(groups) > 1:
-        lines = {line.get_label(): line for axis in axes for line in axis.lines}
-        found = [label for label in groups if label in lines]
-        columns = min(5, len(found))
-        place: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-        figure.legend([lines[label] for label in found], found, **place)
-    if title is None and len(groups) == 1:
-        title = next(iter(groups))
-    if ax is not None and title:
-        ax.set_title(title)
-    elif ax is None:
-        figure.suptitle(title or "", x=0.01, ha="left", fontweight="bold")
+    elif len(lines) > 1:
+        drawn = {line.get_label(): line for axis in axes for line in axis.lines}
+        place = {"loc": "outside lower center", "ncols": min(5, len(drawn)), "frameon": False}
+        figure.legend(drawn.values(), drawn.keys(), **place)
+    if title is None:
+        title = next(iter(lines)) if len(lines) == 1 else ""
+    if ax is not None:
+        ax.set_title(title or ax.get_title())
+    else:
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         axes[0].set_title(_note(num_seeds, band, smooth), loc="left", fontsize="small")
     if out is not None:
-        _write(figure, out)
+        _write(figure, Path(out))
     return figure
 
 
@@ -142,26 +141,17 @@ def take_together(
     present = ~np.isnan(values).all(axis=0)  # between runs that do not meet there is nothing
     grid, values = grid[present], values[:, present]
     mean = np.nanmean(values, axis=0)
+    low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     if band == "std":
         spread = np.nanstd(values, axis=0)
         low, high = mean - spread, mean + spread
-    elif band == "ci" and len(values) > 1:
-        low, high = _bootstrap(values, mean)
-    else:
-        low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    elif band == "ci":  # percentiles of the mean over seeds drawn anew, the same in each call
+        count = len(values)
+        draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=1000)
+        with np.errstate(invalid="ignore"):  # a draw of none but ended seeds is NaN: left out
+            means = draws @ np.nan_to_num(values) / (draws @ ~np.isnan(values))
+        low, high = np.nanpercentile(means, [2.5, 97.5], axis=0)
     return Curve(grid, mean, low, high, len(values))
-
-
-def _bootstrap(values: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Percentiles of the mean over seeds drawn anew 1000 times, the same draws in each call."""
-    count = len(values)
-    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=1000)
-    total = draws @ np.nan_to_num(values)
-    present = draws @ (~np.isnan(values)).astype(np.float64)
-    # A draw of none but ended seeds says nothing: the mean takes its place.
-    means = np.where(present > 0, total / np.maximum(present, 1), mean)
-    low, high = np.percentile(means, [2.5, 97.5], axis=0)
-    return low, high
 
 
 def _series(history: History, x: str, name: str, smooth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +169,7 @@ def _series(history: History, x: str, name: str, smooth: int) -> tuple[np.ndarra
     return xs, ys
 
 
-def _make_figure(num_charts: int) -> tuple[Figure, list[Axes]]:
+def _make_figure(num_charts: int) -> Figure:
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
@@ -194,38 +184,30 @@ def _make_figure(num_charts: int) -> tuple[Figure, list[Axes]]:
     rows = -(-num_charts // columns)
     size = (4.0 + 3.0 * columns, 4.0 if rows == 1 else 3.2 * rows)
     figure = NotebookFigure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for unused in grid[num_charts:]:
-        unused.remove()
-    return figure, grid[:num_charts]
+    for i in range(num_charts):
+        figure.add_subplot(rows, columns, i + 1)
+    return figure
 
 
-def _draw(axis: Axes, curve: Curve, i: int, label: str, shaded: bool) -> None:
+def _draw(axis: Axes, curve: Curve, i: int, label: str, is_shaded: bool) -> None:
     colour, dash = _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % len(_DASHES)]
-    # Few points, such as evaluations, are marked where they were measured.
-    marker = "o" if len(curve.x) <= 25 else None
+    marker = "o" if len(curve.x) <= 25 else None  # where few, such as evaluations, were measured
     axis.plot(curve.x, curve.mean, dash, label=label, marker=marker, ms=3.5, color=colour)
-    if shaded and curve.num_seeds > 1:
+    if is_shaded and curve.num_seeds > 1:
         axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, lw=0)
 
 
 def _style(axis: Axes, x: str, name: str) -> None:
-    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter
 
     axis.set_xlabel(_TITLES.get(x, x.replace("_", " ")))
     axis.set_ylabel(_TITLES.get(name, name.replace("_", " ")))
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="#E6E6E6")
-    axis.set_axisbelow(True)
-    axis.margins(x=0.01)
     left, right = axis.get_xlim()
-    if 0 < left < 0.2 * right:  # the whole of a run, not a part of one
-        axis.set_xlim(left=0)
-    # 1M instead of 1e6, unless the ticks would then be all the same.
-    letters, digits = EngFormatter(sep=""), StrMethodFormatter("{x:,.0f}")
-    axis.xaxis.set_major_formatter(letters if right - left > right / 100 else digits)
+    if right - left > right / 100:  # else 1M instead of 1e6 would make all ticks the same
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if name == "fps":
-        axis.yaxis.set_major_formatter(EngFormatter(sep=""))
         axis.set_ylim(bottom=0)
 
 
@@ -234,21 +216,17 @@ def _note(num_seeds: set[int], band: str | None, smooth: int) -> str:
     if (most := max(num_seeds, default=1)) > 1:
         least = min(num_seeds)
         parts.append(f"mean over {most if least == most else f'{least}–{most}'} seeds")
-        if band is not None:
-            parts.append(f"band: {_BANDS[band]}")
-    if smooth > 1:
-        parts.append(f"averaged over {smooth} rows")
+        parts += [f"band: {_BANDS[band]}"] if band is not None else []
+    parts += [f"averaged over {smooth} rows"] if smooth > 1 else []
     return ", ".join(parts)
 
 
-def _names(
-    names: str | Sequence[str] | None, x: str, groups: dict[str, list[History]]
-) -> list[str]:
+def _names(names: str | Sequence[str] | None, x: str, lines: dict[str, list[History]]) -> list[str]:
     """The columns to plot, each of which some run has."""
-    there = list(dict.fromkeys(n for seeds in groups.values() for h in seeds for n in h.names))
+    there = list(dict.fromkeys(n for seeds in lines.values() for h in seeds for n in h.names))
     if not names:
-        first = ("episode_return", "eval_episode_return", *there)
-        names = [n for n in first if n in there and n not in ("step", "seed")][:1]
+        usual = ("episode_return", "eval_episode_return", *there)
+        names = [n for n in usual if n in there and n not in ("step", "seed")][:1]
         if not names:
             raise ValueError("there is nothing to plot: the runs have no rows.")
     names = [names] if isinstance(names, str) else list(names)
@@ -266,3 +244,74 @@ def _write(figure: Figure, path: Path) -> None:
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
     with matplotlib.rc_context({"svg.hashsalt": "jaxroll", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=200, metadata=metadata)
+
+
+def _load(runs: Any, labels: Sequence[str] | None) -> dict[str, list[History]]:
+    """Label → the histories of its seeds, in the order given."""
+    if isinstance(runs, Mapping):
+        lines = {str(label): _histories(run) for label, run in runs.items()}
+    else:
+        lines = _by_experiment(_as_list(runs))
+    if not lines:
+        raise ValueError("there is nothing to plot: no runs were given.")
+    if labels is None:
+        return lines
+    if len(labels) != len(lines):
+        raise ValueError(
+            f"labels must name each of the {len(lines)} lines ({', '.join(lines)}), "
+            f"got {len(labels)}."
+        )
+    return dict(zip(labels, lines.values()))
+
+
+def _by_experiment(runs: list[Any]) -> dict[str, list[History]]:
+    """Directories of one experiment, seeds aside, share a line, named by what their config says."""
+    experiments: dict[str, tuple[str, str, list[History]]] = {}  # label, directory, seeds
+    for i, run in enumerate(runs):
+        experiment, label, directory = str(i), "", f"run {i}"
+        if isinstance(run, str | os.PathLike):
+            path = Path(run) if Path(run).is_dir() else Path(run).parent
+            directory = path.resolve().name
+            if config := _read_config(path):
+                parts = [config[k] for k in ("agent", "env") if isinstance(config.get(k), str)]
+                label = config.get("name") or " ".join(parts)
+                same = {k: v for k, v in config.items() if k not in _NOT_THE_EXPERIMENT}
+                experiment = json.dumps(same, sort_keys=True, default=str)
+        _, _, seeds = experiments.setdefault(experiment, (label or directory, directory, []))
+        seeds += _histories(run)
+    labels = [label for label, _, _ in experiments.values()]
+    lines: dict[str, list[History]] = {}
+    for label, directory, seeds in experiments.values():
+        name = label if labels.count(label) == 1 else f"{label}, {directory}"
+        while name in lines:
+            name += "′"
+        lines[name] = seeds
+    return lines
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.toml"
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as exc:
+        raise ValueError(f"{file} cannot be read: {exc}.") from exc
+
+
+def _histories(runs: Any) -> list[History]:
+    """Each run as histories of one seed."""
+    found = []
+    for run in _as_list(runs):
+        history = History.read(run) if isinstance(run, str | os.PathLike) else run
+        if not isinstance(history, History):
+            raise TypeError(
+                f"a run is a History, a directory or a JSONL file, got {type(run).__name__}. "
+                "Use History(rows) for a list of dicts."
+            )
+        seeds = list(dict.fromkeys(row.get("seed") for row in history))
+        found += [history.select(seed=seed) for seed in seeds] if len(seeds) > 1 else [history]
+    return found
+
+
+def _as_list(runs: Any) -> list[Any]:
+    is_one = isinstance(runs, str | os.PathLike | History | Mapping)
+    return [runs] if is_one or not isinstance(runs, Iterable) else list(runs)
