@@ -197,6 +197,42 @@ def check_array(name: str, value: Any) -> Any:
     return array
 
 
+def check_arrays(name: str, tree: Any) -> Any:
+    """A pytree of arrays of real numbers, flags or keys; returned unchanged."""
+    import jax
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_array(f"{name}{jax.tree_util.keystr(path)}", leaf)
+    return tree
+
+
+def check_kind(name: str, value: Any, kind: type, maker: str) -> Any:
+    """An instance of a class of ours; `maker` says where to get one."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r}. Use {maker}.")
+    return value
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, ...]:
+    """One or more counts, such as (64, 64)."""
+    if not isinstance(value, tuple | list) or not value:
+        raise ValueError(f"{name} must be one or more integers, such as (64, 64), got {value!r}.")
+    return tuple(check_count(f"{name}[{i}]", n) for i, n in enumerate(value))
+
+
+def check_dtype(name: str, value: Any, choices: Sequence[str]) -> str:
+    """The name of a dtype, one of a few, from itself or its name."""
+    import numpy as np
+
+    try:
+        found = "" if value is None else np.dtype(value).name
+    except (TypeError, ValueError):
+        found = ""
+    if found not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+    return found
+
+
 def check_divides(name: str, value: int, total: int, what: str) -> None:
     """Raise unless value divides total, with the divisors to choose from.
 

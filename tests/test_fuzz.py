@@ -37,7 +37,7 @@ from jaxroll.envs import wrappers
 CEILINGS = {
     "core": (20, 80),
     "learner": (0, 0),
-    "collect": (29, 219),
+    "collect": (0, 0),
     "envs": (0, 0),
     "checkpoint": (0, 0),
     "report": (0, 0),

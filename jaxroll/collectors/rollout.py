@@ -26,7 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxroll.checks import check_flag, divisors
+from jaxroll.checks import (
+    check_arrays,
+    check_count,
+    check_divides,
+    check_flag,
+    check_key,
+    check_kind,
+)
 from jaxroll.collectors.batched import (
     action_draws,
     steps_together,
@@ -80,8 +87,8 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
     """
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).init(key)")
     policy = as_policy(policy)
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+    check_key("key", key)
+    num_envs = check_count("num_envs", num_envs)
     keys = jax.random.split(jax.random.fold_in(key, RESET_FOLD), num_envs)
     env_state, obs = strong_types(jax.vmap(env.reset)(keys))
     actor = ActorState(
@@ -169,7 +176,15 @@ def collect(
     """
     env = as_device_env(env, "HostCollector(spec.make(num_envs), policy).collect(...)")
     policy = as_policy(policy)
-    length = _checked_length(num_steps, sequence_length, max_truncations)
+    check_arrays("params", params)
+    check_kind("actor", actor, ActorState, "init_actor(env, policy, key, num_envs)")
+    num_steps = check_count("num_steps", num_steps)
+    length = num_steps
+    if sequence_length is not None:
+        length = check_count("sequence_length", sequence_length)
+        check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
+    if max_truncations is not None:
+        max_truncations = check_count("max_truncations", max_truncations, at_least=0)
     check_flag("bootstrap", bootstrap)
     check_flag("deterministic", deterministic)
     rows, value_each_step = _truncation_rows(env, num_steps, max_truncations, bootstrap)
@@ -290,23 +305,6 @@ def _truncation_rows(
     if limit is None:
         return (1, True) if bootstrap else (num_steps, False)
     return 0 if math.isinf(limit) else -(-num_steps // int(limit)), False
-
-
-def _checked_length(
-    num_steps: int, sequence_length: int | None, max_truncations: int | None
-) -> int:
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-    if max_truncations is not None and max_truncations < 0:
-        raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
-    length = num_steps if sequence_length is None else sequence_length
-    if length < 1 or num_steps % length:
-        near = min(divisors(num_steps), key=lambda n: abs(n - length))
-        raise ValueError(
-            f"sequence_length must divide num_steps = {num_steps}, got {length}. "
-            f"Use sequence_length={near}."
-        )
-    return length
 
 
 def _env_draws(env: Any, keys: jax.Array) -> tuple[PyTree, Any]:

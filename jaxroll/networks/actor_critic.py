@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,14 @@ import numpy as np
 from flax import linen as nn
 
 from jaxroll import spaces
-from jaxroll.checks import check_count
+from jaxroll.checks import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_sizes,
+)
 from jaxroll.distributions import Distribution, DistributionFor, distribution_for
 from jaxroll.networks.base import Policy
 from jaxroll.networks.recurrent import CORES, Body, Core, initial_carry
@@ -31,6 +38,7 @@ from jaxroll.networks.torsos import (
 from jaxroll.types import Array, PolicyOutput, PyTree
 
 NETWORKS = ("auto", "mlp", "cnn", *CORES)
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Architecture:
     core_size: int
     streams: tuple[str, ...] | None
     log_std_init: float
-    dtype: Any
+    dtype: str
 
     def body(self, name: str) -> Body:
         """A torso, with its core."""
@@ -139,6 +147,8 @@ def _mode(body: Body, unroll: bool):
 
 def run(module: nn.Module, params: PyTree, *arguments: Any, **options: Any) -> Any:
     """What a module makes of its arguments under these parameters."""
+    if not isinstance(params, Mapping) or not params:
+        raise TypeError(f"params must be a dict, as policy.init(key, obs) gives, got {params!r}.")
     return module.apply({"params": params}, *arguments, **options)
 
 
@@ -219,11 +229,11 @@ def architecture(
     dtype: Any = np.float32,
 ) -> Architecture:
     """The layers that fit these spaces; see `make_policy` for the arguments."""
-    _check_choice("network", network, NETWORKS)
+    check_choice("network", network, NETWORKS)
     if not isinstance(observation_space, spaces.Space):
         raise TypeError(
-            "observation_space must be one of jaxroll.spaces, such as Box.create(-1, 1, (4,)), got "
-            f"{observation_space!r}. Use env.observation_space."
+            f"observation_space must be one of jaxroll.spaces, got {observation_space!r}. Use "
+            "env.observation_space."
         )
     images = has_image(observation_space)
     if network == "cnn" and not images:
@@ -238,32 +248,23 @@ def architecture(
     convolutional = images and network != "mlp"
     if activation is None:
         activation = "relu" if convolutional else "tanh"
-    _check_choice("activation", activation, tuple(ACTIVATIONS))
+    check_choice("activation", activation, tuple(ACTIVATIONS))
     if hidden_sizes is None:
         hidden_sizes = _default_sizes(observation_space) if convolutional else (64, 64)
-    if (
-        not isinstance(hidden_sizes, tuple | list)
-        or not hidden_sizes
-        or not all(isinstance(size, int) and size >= 1 for size in hidden_sizes)
-    ):
-        raise ValueError(
-            f"hidden_sizes must be one or more positive integers, such as (64, 64), got "
-            f"{hidden_sizes!r}."
-        )
-    hidden_sizes = tuple(hidden_sizes)
+    hidden_sizes = check_sizes("hidden_sizes", hidden_sizes)
     if streams is not None and (not streams or len(set(streams)) != len(streams)):
         raise ValueError(f"streams must be different names, at least one, got {streams}.")
     return Architecture(
         observation_space=observation_space,
-        kind=distribution_for(action_space, squash=squash),
+        kind=distribution_for(action_space, squash=check_flag("squash", squash)),
         hidden_sizes=hidden_sizes,
         activation=activation,
         convolutional=convolutional,
         core=network if network in CORES else None,
         core_size=hidden_sizes[-1] if core_size is None else check_count("core_size", core_size),
         streams=None if streams is None else tuple(streams),
-        log_std_init=float(log_std_init),
-        dtype=np.dtype(dtype),
+        log_std_init=float(check_number("log_std_init", log_std_init)),
+        dtype=check_dtype("dtype", dtype, DTYPES),
     )
 
 
@@ -272,12 +273,6 @@ def _default_sizes(space: spaces.Space) -> tuple[int, ...]:
     shapes = [s.shape for s in flat_entries(space).values() if len(s.shape) == 3]
     sides = [min(s[1:] if is_channels_first(s) else s[:2]) for s in shapes]
     return (512,) if max(sides) >= 36 else (128,)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1) or [choices[0]]
-        raise ValueError(f'{name} must be one of {choices}, got {value!r}. Use {name}="{near[0]}".')
 
 
 def make_policy(
@@ -340,4 +335,4 @@ def make_policy(
     )
     if shared_torso is None:
         shared_torso = layers.convolutional or layers.core is not None
-    return ActorCriticPolicy(layers, bool(shared_torso))
+    return ActorCriticPolicy(layers, check_flag("shared_torso", shared_torso))

@@ -668,11 +668,11 @@ def test_gymnax_environments_collect_with_the_default_networks(name, network):
 def test_wrong_lengths_are_refused_with_the_way_out():
     env, policy = Script(), Counter()
     actor, params = start(env, policy)
-    with pytest.raises(ValueError, match=r"must divide num_steps = 12, got 5. Use .*length=4"):
+    with pytest.raises(ValueError, match="length must divide num_steps = 12, got 5"):
         collect(env, policy, params, actor, 12, sequence_length=5)
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         collect(env, policy, params, actor, 0)
-    with pytest.raises(ValueError, match="max_truncations must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="max_truncations must be at least 0, got -1"):
         collect(env, policy, params, actor, 4, max_truncations=-1)
     with pytest.raises(ValueError, match="num_envs must be at least 1"):
         init_actor(env, policy, jax.random.key(0), 0)

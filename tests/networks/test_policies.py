@@ -415,10 +415,10 @@ def test_a_wrong_policy_is_named_before_anything_runs(policy, space, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"network": "ltsm"}, 'network="lstm"'),
-        ({"activation": "tahn"}, 'activation="tanh"'),
+        ({"network": "ltsm"}, "network must be .* mean 'lstm'"),
+        ({"activation": "tahn"}, "activation must be .* mean 'tanh'"),
         ({"network": "cnn"}, "three axes"),
-        ({"hidden_sizes": ()}, "positive"),
+        ({"hidden_sizes": ()}, "one or more"),
         ({"streams": ("a", "a")}, "different names"),
         ({"squash": True}, "squash=True is for Box"),
     ],

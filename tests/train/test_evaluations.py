@@ -1,6 +1,7 @@
 """Evaluation in the shell: only whole episodes count, on whichever kind of environment."""
 
 import dataclasses
+import importlib
 import types
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll import DistributedTrainer, collectors, make_env, parallel, spaces
+from jaxroll import DistributedTrainer, make_env, parallel, spaces
 from jaxroll.envs import autoreset
 from jaxroll.sweeps import Sweep, SweepResult
 from jaxroll.train import History, NonFiniteError, evaluation
@@ -35,7 +36,8 @@ class Sometimes:
 
 @pytest.fixture
 def short_limit(monkeypatch):
-    monkeypatch.setattr(collectors.evaluation, "MAX_STEPS_PER_EPISODE", 20)
+    module = importlib.import_module("jaxroll.collectors.evaluate")  # not the function
+    monkeypatch.setattr(module, "MAX_STEPS_PER_EPISODE", 20)
 
 
 @pytest.mark.usefixtures("short_limit")

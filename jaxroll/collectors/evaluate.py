@@ -5,13 +5,13 @@ has its place before it starts: environment i plays episodes i, i + B, i + 2B, â
 after the other, and whatever it would play after them is not counted. The loop ends when all have
 been played, or after `max_steps`; then what is unfinished is reported as such.
 
-Nothing is learned here: params, and with them normalisers' moments, are read only.
+Nothing is learned here: params, and with them normalisers' statistics, are read only.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -20,12 +20,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxroll.checks import check_flag
+from jaxroll.checks import check_arrays, check_count, check_flag, check_key
 from jaxroll.collectors.rollout import keep_types, strong_types
 from jaxroll.distributions import sample
-from jaxroll.envs.base import HostEnv, HostEnvSpec
+from jaxroll.envs.base import Env, HostEnv, HostEnvSpec
 from jaxroll.envs.make import as_device_env, as_env
-from jaxroll.networks import as_policy
+from jaxroll.networks import Policy, as_policy
 from jaxroll.types import Array, Node, PyTree
 
 MAX_STEPS_PER_EPISODE = 100_000
@@ -78,7 +78,7 @@ def evaluate(
     num_episodes: int,
     num_envs: int | None = None,
     deterministic: bool = True,
-    max_steps: Array | int | None = None,
+    max_steps: int | None = None,
     mesh: Mesh | None = None,
 ) -> EvaluationResult:
     """Play N whole episodes of a JAX environment: one compiled program, however long they are.
@@ -108,27 +108,25 @@ def evaluate(
       >>> evaluate(env, policy, params, jax.random.key(1), num_episodes=5).episode_return.shape
       (5,)
     """
-    check_flag("deterministic", deterministic)
-    returns, lengths, played = _play_all(
+    env, policy = as_device_env(env, "evaluate_host"), as_policy(policy)
+    _check(params, key, deterministic)
+    num_envs, quota, limit = _plan(num_episodes, num_envs, max_steps)
+    played = _play_all(
         env,
         policy,
         params,
         key,
-        num_episodes=num_episodes,
+        limit,
+        num_episodes=int(num_episodes),
         num_envs=num_envs,
-        deterministic=deterministic,
-        max_steps=max_steps,
+        deterministic=bool(deterministic),
         mesh=mesh,
     )
-    if mesh is not None and not isinstance(returns, jax.core.Tracer):
+    if mesh is not None and not isinstance(key, jax.core.Tracer):
         # Joined on the host: on the devices, all would wait for the slowest in a collective, and
         # CPU devices give up after 40 seconds.
-        returns, lengths, played = jax.device_get((returns, lengths, played))
-    is_complete = np.arange(len(returns))[:, None] < played[None]
-    num_envs, _ = _plan(num_episodes, num_envs)
-    return EvaluationResult(
-        *(x[:, :num_envs].reshape(-1)[:num_episodes] for x in (returns, lengths, is_complete))
-    )
+        played = jax.device_get(played)
+    return _result(played, quota)
 
 
 @partial(
@@ -136,118 +134,114 @@ def evaluate(
     static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic", "mesh"),
 )
 def _play_all(
-    env: Any,
-    policy: Any,
+    env: Env,
+    policy: Policy,
     params: PyTree,
     key: jax.Array,
+    limit: Array | int,
     *,
     num_episodes: int,
-    num_envs: int | None,
+    num_envs: int,
     deterministic: bool,
-    max_steps: Array | int | None,
     mesh: Mesh | None,
-) -> tuple[Array, Array, Array]:
-    """([R, B] returns, [R, B] lengths, [B] episodes played), B padded to the mesh's size."""
-    env, policy = as_device_env(env, "evaluate_host"), as_policy(policy)
-    num_envs, quota = _plan(num_episodes, num_envs)
+) -> _Played:
+    """What all environments played, B padded to the mesh's size."""
+    index, quota = np.arange(num_envs), _quota(num_episodes, num_envs)
     rounds = int(quota.max())
-    limit = rounds * MAX_STEPS_PER_EPISODE if max_steps is None else max_steps
-    play = partial(_play, env, policy, num_envs, rounds, deterministic, mesh is not None)
-    index = np.arange(num_envs)
+    play = partial(_play, env, policy, deterministic, num_envs, rounds, mesh is not None)
     if mesh is not None:
         (axis,) = mesh.axis_names
         padding = (0, -num_envs % mesh.size)
         index, quota = np.pad(index, padding, "edge"), np.pad(quota, padding)
-        spread, columns = PartitionSpec(axis), PartitionSpec(None, axis)
+        spread, columns, whole = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
         play = jax.shard_map(
             play,
             mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), spread, spread),
-            out_specs=(columns, columns, spread),
+            in_specs=(whole, whole, whole, spread, spread),
+            out_specs=_Played(columns, columns, spread),
             check_vma=False,
         )
-    return play(params, key, *(jnp.asarray(x) for x in (limit, index, quota)))
+    return play(params, key, jnp.asarray(limit), jnp.asarray(index), jnp.asarray(quota))
+
+
+class _Played(NamedTuple):
+    """Round r of environment b is its episode number r."""
+
+    returns: Array  # [R, B]
+    lengths: Array  # [R, B]
+    episodes: Array  # [B] how many the environment has finished
+
+
+class _Running(NamedTuple):
+    """What the loop carries."""
+
+    t: Array
+    env: PyTree
+    obs: PyTree
+    carry: PyTree
+    is_first: Array
+    played: _Played
 
 
 def _play(
-    env: Any,
-    policy: Any,
-    num_envs: int,
-    rounds: int,
+    env: Env,
+    policy: Policy,
     deterministic: bool,
-    is_part: bool,
+    num_envs: int,  # on all devices
+    rounds: int,  # R, the largest quota of any
+    is_part: bool,  # whether other devices play too, and need noise of their own
     params: PyTree,
-    key: jax.Array,
-    limit: Array,
-    index: Array,
-    quota: Array,
-) -> tuple[Array, Array, Array]:
-    """Play the episodes of these of `num_envs` environments.
-
-    Args:
-      env: an `Env`.
-      policy: a `Policy`.
-      num_envs: how many there are on all devices.
-      rounds: R, the largest quota of any.
-      deterministic: as for `evaluate`.
-      is_part: whether other devices play too, and need noise of their own.
-      params: of the policy.
-      key: of the whole evaluation.
-      limit: [] steps that each may take.
-      index: [B] which they are.
-      quota: [B] how many episodes each plays.
-
-    Returns:
-      ([R, B] returns, [R, B] lengths, [B] episodes played).
-    """
+    key: jax.Array,  # of the whole evaluation
+    limit: Array,  # [] steps that each environment may take
+    index: Array,  # [B] which of all environments these are
+    quota: Array,  # [B] how many episodes each plays
+) -> _Played:
     count = len(index)
-    envs = jnp.arange(count)
     reset_key, step_key = jax.random.split(key)
     reset_keys = jax.random.split(reset_key, num_envs)[index]
     env_state, obs = strong_types(jax.vmap(env.reset)(reset_keys))
 
-    def unfinished(state: _Play) -> Array:
-        return jnp.any(state.episode < quota) & (state.t < limit)
+    def unfinished(state: _Running) -> Array:
+        return jnp.any(state.played.episodes < quota) & (state.t < limit)
 
-    def step(state: _Play, _: None) -> tuple[_Play, None]:
+    def step(state: _Running, _: None) -> tuple[_Running, None]:
         live = state.t < limit
         env_key, action_key = jax.random.split(jax.random.fold_in(step_key, state.t))
-        action_key = jax.random.fold_in(action_key, index[0]) if is_part else action_key
-        carry, action = _act(
-            policy, deterministic, params, state.carry, state.obs, state.is_first, action_key
-        )
+        seen = state.carry, state.obs, state.is_first
+        fold = index[0] if is_part else None
+        carry, action = _act(policy, deterministic, params, seen, action_key, fold)
         env_keys = jax.random.split(env_key, num_envs)[index]
         env_state, step = jax.vmap(env.step)(env_keys, state.env, action)
         done = (step.terminated.astype(bool) | step.truncated.astype(bool)) & live
         # Past its quota an environment writes to a row that is cut off below or does not exist.
-        at = (state.episode, envs)
+        returns, lengths, episodes = state.played
+        at = (episodes, jnp.arange(count))
         reward = jnp.where(live, step.reward.astype(jnp.float32), 0.0)
-        state = _Play(
-            t=state.t + 1,
-            env=keep_types(env_state, state.env, "the environment's state"),
-            obs=keep_types(step.obs, state.obs, "the observation"),
-            carry=keep_types(carry, state.carry, "the policy's carry"),
-            is_first=done,
-            episode=jnp.minimum(state.episode + done.astype(jnp.int32), quota),
-            episode_return=state.episode_return.at[at].add(reward, mode="drop"),
-            episode_length=state.episode_length.at[at].add(live.astype(jnp.int32), mode="drop"),
+        played = _Played(
+            returns.at[at].add(reward, mode="drop"),
+            lengths.at[at].add(live.astype(jnp.int32), mode="drop"),
+            jnp.minimum(episodes + done.astype(jnp.int32), quota),
         )
-        return state, None
+        env_state = keep_types(env_state, state.env, "the environment's state")
+        obs = keep_types(step.obs, state.obs, "the observation")
+        carry = keep_types(carry, state.carry, "the policy's carry")
+        return _Running(state.t + 1, env_state, obs, carry, done, played), None
 
-    state = _Play(
+    rows = (rounds, count)
+    state = _Running(
         t=jnp.zeros((), jnp.int32),
         env=env_state,
         obs=obs,
         carry=strong_types(policy.initial_carry(count)),
         is_first=jnp.ones(count, bool),
-        episode=jnp.zeros(count, jnp.int32),
-        episode_return=jnp.zeros((rounds, count), jnp.float32),
-        episode_length=jnp.zeros((rounds, count), jnp.int32),
+        played=_Played(
+            jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.int32), jnp.zeros(count, jnp.int32)
+        ),
     )
     # Whether to go on is asked of the host on a GPU: once in some steps, not at each. Steps past
     # the last episode or the limit count for nothing.
-    state = lax.while_loop(unfinished, lambda s: lax.scan(step, s, length=STEPS_PER_TURN)[0], state)
-    return state.episode_return, state.episode_length, state.episode
+    turn = partial(lax.scan, step, length=STEPS_PER_TURN)
+    return lax.while_loop(unfinished, lambda state: turn(state)[0], state).played
 
 
 def evaluate_host(
@@ -272,9 +266,8 @@ def evaluate_host(
       num_episodes: N.
       num_envs: how many to open of a spec; None: N, at most 128. Open environments are as many
         as they are.
-      deterministic: take the mode of the distribution instead of a sample.
-      max_steps: how many steps one environment may take for all its episodes; None: 100,000
-        for each of its episodes.
+      deterministic: as for `evaluate`.
+      max_steps: as for `evaluate`.
 
     Returns:
       `EvaluationResult` with numpy arrays.
@@ -290,101 +283,79 @@ def evaluate_host(
       ((3,), 0)
     """
     env, policy = as_env(env), as_policy(policy)
+    _check(params, key, deterministic)
     if isinstance(env, HostEnvSpec):
-        with env.make(_plan(num_episodes, num_envs)[0]) as opened:
-            return evaluate_host(
-                opened,
-                policy,
-                params,
-                key,
-                num_episodes=num_episodes,
-                deterministic=deterministic,
-                max_steps=max_steps,
-            )
+        options = {"deterministic": deterministic, "max_steps": max_steps}
+        with env.make(_plan(num_episodes, num_envs, max_steps)[0]) as opened:
+            return evaluate_host(opened, policy, params, key, num_episodes=num_episodes, **options)
     if num_envs not in (None, env.num_envs):
         raise ValueError(
             f"num_envs must be that of the open environments, {env.num_envs}, got {num_envs}. "
             "Leave it out, or give the spec instead of open environments."
         )
-    num_envs, quota = _plan(num_episodes, env.num_envs)
-    rounds = int(quota.max())
-    limit = rounds * MAX_STEPS_PER_EPISODE if max_steps is None else max_steps
+    num_envs, quota, limit = _plan(num_episodes, env.num_envs, max_steps)
     reset_key, step_key = jax.random.split(key)
     obs = env.reset(int(jax.random.bits(reset_key)) >> 1)
     carry = policy.initial_carry(num_envs)
     is_first = np.ones(num_envs, bool)
-    episode = np.zeros(num_envs, np.int32)
-    returns = np.zeros((rounds, num_envs), np.float32)
-    lengths = np.zeros((rounds, num_envs), np.int32)
+    returns = np.zeros((quota.max(), num_envs), np.float32)
+    lengths, episodes = np.zeros_like(returns, np.int32), np.zeros_like(quota)
     t = 0
-    while (episode < quota).any() and t < limit:
-        carry, action = _host_act(
-            policy, deterministic, params, carry, obs, is_first, step_key, np.int32(t)
-        )
+    while (episodes < quota).any() and t < limit:
+        seen = carry, obs, is_first
+        carry, action = _jitted_act(policy, deterministic, params, seen, step_key, np.int32(t))
         step = env.step(jax.tree.map(np.asarray, action))
         # A row that only resets belongs to no episode.
-        (counted,) = np.nonzero((episode < quota) & step.valid)
-        returns[episode[counted], counted] += step.reward[counted]
-        lengths[episode[counted], counted] += 1
-        episode[counted] += (step.terminated | step.truncated)[counted]
+        (counted,) = np.nonzero((episodes < quota) & step.valid)
+        returns[episodes[counted], counted] += step.reward[counted]
+        lengths[episodes[counted], counted] += 1
+        episodes[counted] += (step.terminated | step.truncated)[counted]
         obs, is_first, t = step.obs, step.is_first, t + 1
-    is_complete = np.arange(rounds)[:, None] < episode[None]
-    return EvaluationResult(
-        episode_return=returns.reshape(-1)[:num_episodes],
-        episode_length=lengths.reshape(-1)[:num_episodes],
-        is_complete=is_complete.reshape(-1)[:num_episodes],
-    )
+    return _result(_Played(returns, lengths, episodes), quota)
 
 
-class _Play(Node):
-    """What the loop carries; Q is the largest quota."""
-
-    t: Array
-    env: PyTree
-    obs: PyTree
-    carry: PyTree
-    is_first: Array
-    episode: Array  # [B] how many the environment has finished
-    episode_return: Array  # [Q, B]
-    episode_length: Array  # [Q, B]
+def _check(params: PyTree, key: jax.Array, deterministic: bool) -> None:
+    check_arrays("params", params)
+    check_key("key", key)
+    check_flag("deterministic", deterministic)
 
 
-def _plan(num_episodes: int, num_envs: int | None) -> tuple[int, np.ndarray]:
-    """(B, [B] how many episodes each environment plays)."""
-    if num_episodes < 1:
-        raise ValueError(f"num_episodes must be at least 1, got {num_episodes}.")
+def _plan(
+    num_episodes: int, num_envs: int | None, max_steps: int | None
+) -> tuple[int, np.ndarray, int]:
+    """(B, [B] how many episodes each environment plays, how many steps each may take)."""
+    num_episodes = check_count("num_episodes", num_episodes)
     if num_envs is None:
         num_envs = min(num_episodes, MAX_NUM_ENVS)
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}.")
+    num_envs = check_count("num_envs", num_envs)
+    quota = _quota(num_episodes, num_envs)
+    if max_steps is None:
+        max_steps = min(int(quota.max()) * MAX_STEPS_PER_EPISODE, 2**31 - 1)
+    return num_envs, quota, check_count("max_steps", max_steps)
+
+
+def _quota(num_episodes: int, num_envs: int) -> np.ndarray:
+    """[B] how many episodes each environment plays."""
     first = np.arange(num_envs)
-    return num_envs, np.maximum(-(-(num_episodes - first) // num_envs), 0).astype(np.int32)
+    return np.maximum(-(-(num_episodes - first) // num_envs), 0).astype(np.int32)
+
+
+def _result(played: _Played, quota: np.ndarray) -> EvaluationResult:
+    """The first N episodes, round by round; columns that pad the mesh are left out."""
+    is_complete = np.arange(len(played.returns))[:, None] < played.episodes[None]
+    rows = (played.returns, played.lengths, is_complete)
+    return EvaluationResult(*(x[:, : len(quota)].reshape(-1)[: quota.sum()] for x in rows))
 
 
 def _act(
-    policy: Any,
-    deterministic: bool,
-    params: PyTree,
-    carry: PyTree,
-    obs: PyTree,
-    is_first: Array,
-    key: jax.Array,
+    policy: Policy, deterministic: bool, params: PyTree, seen: tuple, key: jax.Array, fold: Any
 ) -> tuple[PyTree, PyTree]:
-    carry, output = policy.apply(params, carry, obs, is_first)
-    distribution = output.distribution
-    return carry, distribution.mode() if deterministic else sample(distribution, key)
+    """(carry, actions) from what was seen: carry, observations and is_first."""
+    carry, output = policy.apply(params, *seen)
+    if deterministic:
+        return carry, output.distribution.mode()
+    key = key if fold is None else jax.random.fold_in(key, fold)
+    return carry, sample(output.distribution, key)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _host_act(
-    policy: Any,
-    deterministic: bool,
-    params: PyTree,
-    carry: PyTree,
-    obs: PyTree,
-    is_first: Array,
-    key: jax.Array,
-    t: Array,
-) -> tuple[PyTree, PyTree]:
-    key = jax.random.fold_in(key, t)
-    return _act(policy, deterministic, params, carry, obs, is_first, key)
+_jitted_act = jax.jit(_act, static_argnums=(0, 1))
