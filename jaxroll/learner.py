@@ -173,12 +173,13 @@ def gradient(
       split_rows: the loss adds over rows, leaves are [A, N, ...]: take a few rows at a time.
 
     Returns:
-      (gradient, metrics), the same on every device.
+      (gradient, metrics), the same on every device. Where the loss is not finite, neither is the
+      gradient: of a selection such as `where(allowed, logits, -inf)` it would be, and be applied.
     """
 
-    def total(params: PyTree, batch: Any) -> tuple[Array, tuple[Array, PyTree]]:
+    def total(params: PyTree, batch: Any) -> tuple[Array, tuple[Array, Array, PyTree]]:
         value, weight, metrics = loss(params, batch)
-        return value, (weight, metrics)
+        return value, (value, weight, metrics)
 
     if axis_name is not None:
         # The gradient by params that do not vary would already be summed over the devices.
@@ -200,7 +201,7 @@ def gradient(
 
     if reduction == "exact":
         stacked = map_actors(one, batches, reduction=reduction)
-        summed, (weight, metrics) = sum_actors(stacked, axis_name=axis_name, reduction=reduction)
+        summed, aux = sum_actors(stacked, axis_name=axis_name, reduction=reduction)
     else:
         if count == 1:
             summed, aux = one(jax.tree.map(lambda x: x[0], batches))
@@ -213,11 +214,11 @@ def gradient(
                 return jnp.sum(values), jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), aux)
 
             summed, aux = jax.grad(all_actors, has_aux=True)(params)
-        summed, (weight, metrics) = all_sum((summed, aux), axis_name)
-    if mean:
-        scale = 1.0 / jnp.where(weight > 0, weight, 1)
-        summed = jax.tree.map(lambda g: g * scale.astype(g.dtype), summed)
-    return summed, metrics
+        summed, aux = all_sum((summed, aux), axis_name)
+    value, weight, metrics = aux
+    scale = 1.0 / jnp.where(weight > 0, weight, 1) if mean else 1.0
+    scale = jnp.where(jnp.isfinite(value), scale, jnp.nan)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), summed), metrics
 
 
 def _sum_of_chunks(grad: Callable[..., Any], params: PyTree, batch: Any, rows: int) -> Any:

@@ -175,8 +175,6 @@ class DistributedTrainer:
           over all episodes, with `seed_returns` for each and [N, episodes] arrays.
         """
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
-        if count < 1:
-            raise ValueError(f"num_episodes must be at least 1, got {count}.")
         result = train_lib.evaluate(
             self.agent,
             self.state,

@@ -41,7 +41,7 @@ CEILINGS = {
     "envs": (0, 0),
     "checkpoint": (0, 0),
     "report": (0, 0),
-    "loop": (14, 53),
+    "loop": (0, 0),
 }
 AREAS = tuple(CEILINGS)
 MAX_UNCLEAR = 0.05

@@ -60,7 +60,10 @@ class TrainState(Node):
 def check_state(state: Any) -> None:
     """Raise for anything but a `TrainState`."""
     if not isinstance(state, TrainState):
-        raise TypeError(f"state must be a TrainState, as agent.init(key) gives it, got {state!r}.")
+        raise TypeError(
+            "state must be a TrainState, as agent.init, train and load give it; got a "
+            f"{type(state).__name__}. For params alone, train has init_model_path."
+        )
 
 
 def key_shape() -> Any:

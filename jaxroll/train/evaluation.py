@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxroll import collectors, parallel
+from jaxroll.agents.states import check_state
+from jaxroll.checks import check_count, check_flag, check_seed
 from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.train.preflight import as_eval_env
@@ -53,8 +55,11 @@ def evaluate(
     env: Any = None,
 ) -> dict[str, Any]:
     """Play whole episodes; see `DistributedAgent.eval`."""
+    check_state(state)
+    num_episodes = check_count("num_episodes", num_episodes)
+    check_flag("deterministic", deterministic)
     env = as_eval_env(agent, env, "env")
-    key = jax.random.fold_in(jax.random.key(seed), EVAL_FOLD)
+    key = jax.random.fold_in(jax.random.key(check_seed("seed", seed)), EVAL_FOLD)
     members = getattr(agent, "members", None)
     if members is not None:
         key = jnp.broadcast_to(key, (len(members),))

@@ -33,7 +33,7 @@ class Event:
 
 
 def check_finite(run: Run) -> None:
-    """Stop at a gradient that is not finite, with the leaves that it is in."""
+    """Stop at a loss or gradient that is not finite, with the leaves that it is in."""
     counts = run.numbers["metrics"]["nonfinite"].total
     counts = counts.reshape(-1, counts.shape[-1]).sum(0)  # over the members of a sweep
     if run.options.nonfinite == "skip" or not counts.any():
@@ -48,9 +48,10 @@ def check_finite(run: Run) -> None:
     if (last := run.newest_on_disk()) is not None:
         kept = f"the last checkpoint, of step {last}, is finite"
     raise NonFiniteError(
-        f"the gradient was not finite by step {run.step}, in {len(bad)} of {len(names)} leaves: "
-        f"{shown}. It was not applied; {kept}. Lower the learning rate, look for NaN in "
-        'observations and rewards, or use nonfinite="skip".'
+        f"the loss or its gradient was not finite by step {run.step}, in {len(bad)} of "
+        f"{len(names)} leaves: {shown}. It was not applied; {kept}. Lower the learning rate, look "
+        "for NaN in observations and rewards and for logits that are all −inf, or use "
+        'nonfinite="skip".'
     )
 
 

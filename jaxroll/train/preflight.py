@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxroll import parallel
+from jaxroll.agents.states import check_state
 from jaxroll.checks import check_choice, check_count, check_flag, check_path
 from jaxroll.envs import as_env
 from jaxroll.spaces import shows_alike
@@ -64,8 +65,8 @@ def check_start(
                 "another policy into a state: "
                 "state.replace(learner=state.learner.replace(params=…))."
             )
-        check_is_state(start.state, " For params alone use init_model_path.")
-        check_state(agent, start.state)
+        check_state(start.state)
+        check_fits(agent, start.state)
     if not callable(start.on_begin):
         raise TypeError(f"on_begin must be a function, got {start.on_begin!r}.")
     if start.config is not None:  # not hours later, by the first save
@@ -95,16 +96,7 @@ def _check_mesh(agent: Any, mesh: Any, num_learners: int | None) -> None:
         )
 
 
-def check_is_state(state: Any, hint: str = "") -> None:
-    """Raise `TypeError` unless it is a whole state."""
-    if not (hasattr(state, "learner") and hasattr(state, "actors")):
-        raise TypeError(
-            f"state must be a TrainState, as agent.init, train and load give it; got a "
-            f"{type(state).__name__}.{hint}"
-        )
-
-
-def check_state(agent: Any, state: Any) -> None:
+def check_fits(agent: Any, state: Any) -> None:
     """Raise if a state is not of an agent of these sizes, with the leaves that differ."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     if agent.is_host:

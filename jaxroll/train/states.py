@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxroll.agents.states import check_state
 from jaxroll.checks import check_flag, check_path
 from jaxroll.train.checkpoint import Checkpointer, check_run, write_step
-from jaxroll.train.preflight import check_is_state
 from jaxroll.train.programs import make_program
 from jaxroll.train.step_files import (
     MANIFEST,
@@ -58,7 +58,7 @@ def _as_text(value: Any) -> Any:
 
 def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:
     """Write a state to a directory of its own, verified when it is loaded."""
-    check_is_state(state)
+    check_state(state)
     save_pytree(path, {"state": state}, describe(agent), overwrite=overwrite)
 
 

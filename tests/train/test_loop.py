@@ -18,10 +18,13 @@ from jaxroll import PPO, make_env
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.counts import count_value
+from jaxroll.distributions import Categorical
 from jaxroll.envs import autoreset
+from jaxroll.networks import FunctionPolicy
 from jaxroll.train import History, JsonlLogger, hooks, programs, run, schedule, signals, states
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.preflight import check_same_run
+from jaxroll.types import PolicyOutput
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
 
@@ -267,6 +270,27 @@ def test_a_non_finite_gradient_stops_the_run_or_is_skipped_and_never_applied(tmp
     state, history = agent.train(96, nonfinite="skip", log_interval=32, **QUIET)
     assert history["skipped_updates"].tolist()[0] == 0
     assert history["skipped_updates"].max() > 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.learner.params))
+
+
+def dead_end_policy():
+    """Linear; later in an episode no action has a probability: all logits are −inf."""
+
+    def apply(params, carry, obs, is_first):
+        logits = jnp.where(obs[..., 1:] > 0.15, -jnp.inf, obs @ params["policy"])
+        return carry, PolicyOutput(Categorical(logits), obs @ params["value"])
+
+    init = {"policy": jnp.zeros((2, 3)), "value": jnp.ones(2)}
+    return FunctionPolicy(lambda key, obs: init, apply)
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c", "impala"])
+def test_logits_that_are_all_minus_infinity_stop_the_run_or_are_skipped(name):
+    agent = small(name, DRIFT, policy=dead_end_policy())
+    with pytest.raises(hooks.NonFiniteError, match=r"loss or its gradient .*all −inf"):
+        agent.train(256, log_interval=64, **QUIET)
+    state, history = agent.train(128, nonfinite="skip", log_interval=64, **QUIET)
+    assert (history["skipped_updates"] > 0).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.learner.params))
 
 
