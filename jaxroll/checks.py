@@ -174,8 +174,15 @@ def check_key(name: str, value: Any) -> jax.Array:
     return value
 
 
-def check_array(name: str, value: Any) -> Any:
-    """An array of real numbers or flags (or what numpy makes one of); returned as an array."""
+def check_array(name: str, value: Any, shape: Sequence[int] | None = None, why: str = "") -> Any:
+    """An array of real numbers or flags (or what numpy makes one of); returned as an array.
+
+    Args:
+      name: how to call it in an error.
+      value: anything.
+      shape: that the array must have; None: any.
+      why: what the shape follows from, as in " of rewards".
+    """
     import jax
     import jax.core
     import jax.numpy as jnp
@@ -194,6 +201,8 @@ def check_array(name: str, value: Any) -> Any:
         raise TypeError(
             f"{name} must be an array of real numbers or flags, got {array.dtype}: {value!r}."
         )
+    if shape is not None and array.shape != tuple(shape):
+        raise ValueError(f"{name} must have the shape {list(shape)}{why}, got {list(array.shape)}.")
     return array
 
 

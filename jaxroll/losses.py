@@ -13,10 +13,14 @@ flows into them.
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxroll.checks import check_array, check_number
 from jaxroll.sums import total
 from jaxroll.types import Array, Node, PyTree
 
@@ -47,38 +51,40 @@ def safe_rows(tree: PyTree, weights: Array | None) -> PyTree:
     return jax.tree.map(clear, tree)
 
 
-def _same_shapes(weights: Array | None, **arrays: PyTree) -> None:
-    """Refuse what would broadcast: [N, 1] − [N] is [N, N], and its sum a number like any other."""
-    leaves, structure = jax.tree.flatten(next(iter(arrays.values())))
-    shape = jnp.shape(leaves[0])
-    for name, tree in arrays.items():
-        if jax.tree.structure(tree) != structure:
-            raise ValueError(
-                f"{', '.join(arrays)} must all be single arrays or dicts of the same streams, got "
-                f"{name} {jax.tree.structure(tree)} instead of {structure}."
-            )
-    if weights is not None:
-        arrays["weights"] = weights
-    for tree in arrays.values():
-        if any(jnp.shape(x) != shape for x in jax.tree.leaves(tree)):
-            got = ", ".join(
-                f"{name}{jax.tree_util.keystr(path)} {list(jnp.shape(x))}"
-                for name, tree in arrays.items()
-                for path, x in jax.tree.leaves_with_path(tree)
-            )
-            raise ValueError(
-                f"{', '.join(arrays)} must have one common shape, [N] or [T, B], got {got}. "
-                "Use x.squeeze(-1) for a last axis of size 1."
-            )
+def _rows(weights: Array | None, **arrays: PyTree) -> list[PyTree]:
+    """The arrays with zeros where the weight is 0; all but the first are constants.
+
+    Refuses what would broadcast: [N, 1] − [N] is [N, N], and its sum a number like any other.
+    """
+    first, *estimates = arrays.values()
+    leaves = {
+        f"{name}{jax.tree_util.keystr(path)}": check_array(name, x)
+        for name, tree in (arrays if weights is None else {**arrays, "weights": weights}).items()
+        for path, x in jax.tree.leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
+    }
+    got = ", ".join(f"{name} {list(x.shape)}" for name, x in leaves.items())
+    if any(jax.tree.structure(tree) != jax.tree.structure(first) for tree in estimates):
+        raise ValueError(
+            f"{', '.join(arrays)} must be single arrays or dicts of the same streams, got {got}."
+        )
+    if len({x.shape for x in leaves.values()}) > 1:
+        raise ValueError(
+            f"{', '.join(arrays)} must have one common shape, [N] or [T, B], also of the weights, "
+            f"got {got}. Use x.squeeze(-1) for a last axis of size 1."
+        )
+    return safe_rows([first, *lax.stop_gradient(estimates)], weights)
 
 
-def weighted_sum(losses: Array, weights: Array | None = None) -> WeightedSum:
+def weighted_sum(losses: PyTree, weights: Array | None = None) -> WeightedSum:
     """(Σ w·ℓ, Σ w); entries of weight 0 do not count, whatever they hold.
+
+    A dict of streams is added up first.
 
     Example:
       >>> weighted_sum(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1.0, 0.5, 0.0]))
       (Array(2., dtype=float32), Array(1.5, dtype=float32))
     """
+    losses = functools.reduce(operator.add, jax.tree.leaves(losses))
     losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
     if weights is None:
         return total(losses), jnp.asarray(losses.size, losses.dtype)
@@ -117,9 +123,9 @@ def clipped_policy_loss(
 
     Schulman et al., 2017, https://arxiv.org/abs/1707.06347
     """
-    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
-    log_probs, old_log_probs, advantages = safe_rows(
-        (log_probs, *lax.stop_gradient((old_log_probs, advantages))), weights
+    check_number("clip_epsilon", clip_epsilon, ">= 0", finite=False)
+    log_probs, old_log_probs, advantages = _rows(
+        weights, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     ratio = jnp.exp(log_probs - old_log_probs)
     clipped = jnp.clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon)
@@ -143,8 +149,7 @@ def policy_gradient_loss(
       >>> policy_gradient_loss(jnp.array([-0.5]), jnp.array([2.0]))[0]
       Array(1., dtype=float32)
     """
-    _same_shapes(weights, log_probs=log_probs, advantages=advantages)
-    log_probs, advantages = safe_rows((log_probs, lax.stop_gradient(advantages)), weights)
+    log_probs, advantages = _rows(weights, log_probs=log_probs, advantages=advantages)
     return weighted_sum(-log_probs * advantages, weights)
 
 
@@ -155,9 +160,9 @@ def value_loss(values: PyTree, returns: PyTree, weights: Array | None = None) ->
       >>> value_loss(jnp.array([1.0, 3.0]), jnp.zeros(2))
       (Array(5., dtype=float32), Array(2., dtype=float32))
     """
-    _same_shapes(weights, values=values, returns=returns)
-    values, returns = safe_rows((values, lax.stop_gradient(returns)), weights)
-    return _over_streams(lambda v, r: 0.5 * jnp.square(v - r), weights, values, returns)
+    values, returns = _rows(weights, values=values, returns=returns)
+    losses = jax.tree.map(lambda v, r: 0.5 * jnp.square(v - r), values, returns)
+    return weighted_sum(losses, weights)
 
 
 def clipped_value_loss(
@@ -178,20 +183,16 @@ def clipped_value_loss(
       >>> clipped_value_loss(jnp.ones(1), jnp.zeros(1), jnp.ones(1), clip_epsilon=0.5)[0]
       Array(0.125, dtype=float32)
     """
-    _same_shapes(weights, values=values, old_values=old_values, returns=returns)
-    old_values, returns = lax.stop_gradient((old_values, returns))
-    values, old_values, returns = safe_rows((values, old_values, returns), weights)
+    check_number("clip_epsilon", clip_epsilon, ">= 0", finite=False)
+    values, old_values, returns = _rows(
+        weights, values=values, old_values=old_values, returns=returns
+    )
 
     def loss(v: Array, old: Array, r: Array) -> Array:
         clipped = old + jnp.clip(v - old, -clip_epsilon, clip_epsilon)
         return 0.5 * jnp.maximum(jnp.square(v - r), jnp.square(clipped - r))
 
-    return _over_streams(loss, weights, values, old_values, returns)
-
-
-def _over_streams(loss, weights: Array | None, *trees: PyTree) -> WeightedSum:
-    losses = jax.tree.leaves(jax.tree.map(loss, *trees))
-    return weighted_sum(sum(losses[1:], losses[0]), weights)
+    return weighted_sum(jax.tree.map(loss, values, old_values, returns), weights)
 
 
 def advantage_loss(
@@ -205,8 +206,7 @@ def advantage_loss(
 
     Raileanu & Fergus, 2021, https://arxiv.org/abs/2102.10330
     """
-    _same_shapes(weights, adv_preds=adv_preds, advantages=advantages)
-    adv_preds, advantages = safe_rows((adv_preds, lax.stop_gradient(advantages)), weights)
+    adv_preds, advantages = _rows(weights, adv_preds=adv_preds, advantages=advantages)
     return weighted_sum(jnp.square(adv_preds - advantages), weights)
 
 
@@ -217,8 +217,8 @@ def entropy_bonus(entropies: Array, weights: Array | None = None) -> WeightedSum
       >>> entropy_bonus(jnp.array([0.5, 0.7]))[1]
       Array(2., dtype=float32)
     """
-    _same_shapes(weights, entropies=entropies)
-    return weighted_sum(safe_rows(entropies, weights), weights)
+    (entropies,) = _rows(weights, entropies=entropies)
+    return weighted_sum(entropies, weights)
 
 
 def approximate_kl(
@@ -232,8 +232,7 @@ def approximate_kl(
 
     Schulman, 2020, http://joschu.net/blog/kl-approx.html (k3)
     """
-    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs)
-    log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
+    log_probs, old_log_probs = _rows(weights, log_probs=log_probs, old_log_probs=old_log_probs)
     log_ratio = log_probs - old_log_probs
     return weighted_sum(jnp.expm1(log_ratio) - log_ratio, weights)
 
@@ -251,8 +250,8 @@ def clip_fraction(
       >>> clip_fraction(jnp.log(jnp.array([1.0, 1.5])), jnp.zeros(2))
       (Array(1., dtype=float32), Array(2., dtype=float32))
     """
-    _same_shapes(weights, log_probs=log_probs, old_log_probs=old_log_probs)
-    log_probs, old_log_probs = safe_rows((log_probs, old_log_probs), weights)
+    check_number("clip_epsilon", clip_epsilon, ">= 0", finite=False)
+    log_probs, old_log_probs = _rows(weights, log_probs=log_probs, old_log_probs=old_log_probs)
     outside = jnp.abs(jnp.exp(log_probs - old_log_probs) - 1) > clip_epsilon
     return weighted_sum(outside.astype(jnp.float32), weights)
 
@@ -293,14 +292,9 @@ def explained_variance_sums(
       >>> float(explained_variance_sums(returns, returns).result())
       1.0
     """
-    _same_shapes(weights, values=values, returns=returns)
-    values, returns = safe_rows(lax.stop_gradient((values, returns)), weights)
+    values, returns = lax.stop_gradient(_rows(weights, values=values, returns=returns))
     errors = returns - values
-    total, weight = weighted_sum(returns, weights)
+    rows = (returns, jnp.square(returns), errors, jnp.square(errors))
     return ExplainedVarianceSums(
-        weight=weight,
-        returns=total,
-        returns_squared=weighted_sum(jnp.square(returns), weights)[0],
-        errors=weighted_sum(errors, weights)[0],
-        errors_squared=weighted_sum(jnp.square(errors), weights)[0],
+        weighted_sum(returns, weights)[1], *(weighted_sum(x, weights)[0] for x in rows)
     )

@@ -35,7 +35,7 @@ from jaxroll.envs import wrappers
 # The most of each area's calls that may be accepted, and that may be accepted or unclear. They only
 # go down, to 0, which stands for MAX_UNCLEAR of the calls where it is about unclear ones.
 CEILINGS = {
-    "core": (20, 80),
+    "core": (0, 0),
     "learner": (0, 0),
     "collect": (0, 0),
     "envs": (0, 0),
@@ -240,10 +240,9 @@ def storages():
     empty = jaxroll.RolloutStorage.create(transition(), T)
     sampling = {
         "key": ("key", jax.random.key(0)),
-        "num_mini_batch": ("count", 2),
+        "num_mini_batch": ("count?", 2),
         "remainder": ("choice", "error"),
     }
-    planning = {**sampling, "num_mini_batch": ("count?", 2)}
     more = {"num_epochs": ("count", 1), "shuffle": ("flag", True), "by": ("choice?", "step")}
     for name, call, arguments in (
         ("add", empty.add, {"transition": ("state", transition())}),
@@ -254,8 +253,8 @@ def storages():
             {"last_values": rows},
         ),
         ("sample", full.sample, sampling),
-        ("generate_batches", full.generate_batches, {**planning, **more}),
-        ("plan", full.plan, {**planning, **more}),
+        ("generate_batches", full.generate_batches, {**sampling, **more}),
+        ("plan", full.plan, {**sampling, **more}),
         ("replace", full.replace, numbers),
         ("get_all_buffer_data", full.get_all_buffer_data, {"data_to_cpu": ("flag", False)}),
     ):
@@ -271,8 +270,8 @@ def storages():
             {name: ("array", getattr(transition(), name))},
         )
     for name, (_, value) in numbers.items():
-        call = lambda value, name=name: full.update_storage_parameter(name, value)  # noqa: E731
-        yield target("update_storage_parameter", call, {"value": ("unit", value)})
+        call = lambda name=name, **value: full.update_storage_parameter(name, value[name])  # noqa: E731
+        yield target("update_storage_parameter", call, {name: ("unit", value)})
 
 
 @functools.cache

@@ -37,9 +37,9 @@ class Steps(NamedTuple):
 
     def array(self, name: str, x: Array) -> jax.Array:
         """A further [T, B] argument, in the dtype of the values."""
-        x = jnp.asarray(check_array(name, x))
-        _check_shape(name, x, self.rewards.shape, self.rewards.shape)
-        return x.astype(self.values.dtype)
+        return jnp.asarray(check_array(name, x, self.rewards.shape, " of rewards")).astype(
+            self.values.dtype
+        )
 
     def number(
         self, name: str, x: Array | float, rule: str = "in [0, 1]", *, finite: bool = True
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
         """A number that is a scalar or [T, B], in the dtype of the values."""
         shape = self.rewards.shape
         check_number(name, x, rule, finite=finite, shape=None)
-        if jnp.ndim(x) > 0 and jnp.shape(x) != shape:
+        if jnp.shape(x) not in ((), shape):
             raise ValueError(
                 f"{name} must be a scalar or have the shape of rewards, {list(shape)}, got "
                 f"{list(jnp.shape(x))}. Use jnp.broadcast_to({name}, rewards.shape)."
@@ -64,14 +64,11 @@ def check_steps(
     bootstrap_values: Array | None,
     valid: Array | None,
     *,
-    name: str = "values",
+    name: str | None = "values",
 ) -> Steps:
-    """Check the shapes, and give every float the dtype of the values.
+    """Check the shapes against that of the rewards, and give every float the values' dtype.
 
-    Args:
-      rewards: [T, B]; its shape decides.
-      values: [T, B]; None: zeros in the dtype of last_values.
-      name: how to call `values` in an error; the others are as in `Steps`.
+    `name` is what to call `values` in an error; None: there are none, and zeros take their place.
     """
     rewards = jnp.asarray(check_array("rewards", rewards))
     shape = rewards.shape
@@ -80,54 +77,37 @@ def check_steps(
             "rewards must be time-major, [T, B] (or [T] for one environment), got a scalar. "
             "Write rewards[None] for a single step."
         )
+    why = f" (rewards are {list(shape)}, time first)"
     if truncated is not None and bootstrap_values is None:
         raise ValueError(
-            "truncated needs bootstrap_values, V(final observation) of each truncated step: the "
-            "observation of the next row belongs to the next episode, so its value must not be "
-            "used. Give bootstrap_values=[T, B] (read only where truncated), or truncated=None if "
-            "no episode is cut short."
+            "truncated needs bootstrap_values [T, B], V(final observation) of each truncated step: "
+            "the observation of the next row belongs to the next episode. Give both, or "
+            "truncated=None if no episode is cut short."
         )
-    last_values = jnp.asarray(check_array("last_values", last_values))
-    if values is None:
+    last_values = jnp.asarray(check_array("last_values", last_values, shape[1:], why))
+    if name is None:
         name, values = "last_values", jnp.zeros(shape, last_values.dtype)
-    values = jnp.asarray(check_array(name, values))
-    dtype = values.dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
+    values = jnp.asarray(check_array(name, values, shape, why))
+    if not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(
-            f"{name} must be floating point, got {dtype}. Use {name}.astype(jnp.float32)."
+            f"{name} must be floating point, got {values.dtype}. Use {name}.astype(jnp.float32)."
         )
 
     def flags(name: str, x: Array | None) -> jax.Array | None:
-        if x is None:
-            return None
-        x = jnp.asarray(check_array(name, x))
-        _check_shape(name, x, shape, shape)
-        return x if x.dtype == bool else x != 0
+        return None if x is None else jnp.asarray(check_array(name, x, shape, why)).astype(bool)
 
-    _check_shape(name, values, shape, shape)
-    _check_shape("last_values", last_values, shape[1:], shape)
     steps = Steps(
-        rewards=rewards.astype(dtype),
+        rewards=rewards.astype(values.dtype),
         values=values,
-        last_values=last_values.astype(dtype),
+        last_values=last_values.astype(values.dtype),
         terminated=flags("terminated", terminated),
         truncated=flags("truncated", truncated),
         bootstrap_values=None,
         valid=flags("valid", valid),
     )
-    if truncated is None or bootstrap_values is None:
+    if bootstrap_values is None or truncated is None:
         return steps
     return steps._replace(bootstrap_values=steps.array("bootstrap_values", bootstrap_values))
-
-
-def _check_shape(
-    name: str, x: jax.Array, expected: tuple[int, ...], rewards: tuple[int, ...]
-) -> None:
-    if x.shape != expected:
-        raise ValueError(
-            f"{name} must have the shape {list(expected)} (rewards are {list(rewards)}, time "
-            f"first), got {list(x.shape)}."
-        )
 
 
 def next_values(steps: Steps) -> tuple[jax.Array, jax.Array]:

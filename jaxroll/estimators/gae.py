@@ -6,7 +6,13 @@ stops the bootstrap, `truncated` stops only the trace.
 
 from __future__ import annotations
 
-from jaxroll.estimators.bootstrap import check_steps, discounted_cumsum, next_values, td_errors
+from jaxroll.estimators.bootstrap import (
+    Steps,
+    check_steps,
+    discounted_cumsum,
+    next_values,
+    td_errors,
+)
 from jaxroll.types import Array, Targets
 
 
@@ -55,11 +61,7 @@ def gae(
     steps = check_steps(
         rewards, values, last_values, terminated, truncated, bootstrap_values, valid
     )
-    discount = steps.number("discount", discount)
-    decay = discount * steps.number("gae_lambda", gae_lambda)
-    following, continues = next_values(steps)
-    advantages = discounted_cumsum(td_errors(steps, discount, following), decay, continues)
-    return Targets(advantages, advantages + steps.values)
+    return _targets(steps, discount, steps.number("gae_lambda", gae_lambda))
 
 
 def lambda_returns(
@@ -91,5 +93,15 @@ def lambda_returns(
 
     Sutton and Barto, 2018, section 12.1
     """
-    ends = (terminated, truncated, bootstrap_values)
-    return gae(rewards, values, last_values, *ends, discount, trace_lambda, valid=valid).returns
+    steps = check_steps(
+        rewards, values, last_values, terminated, truncated, bootstrap_values, valid
+    )
+    return _targets(steps, discount, steps.number("trace_lambda", trace_lambda)).returns
+
+
+def _targets(steps: Steps, discount: Array | float, trace_lambda: Array) -> Targets:
+    discount = steps.number("discount", discount)
+    following, continues = next_values(steps)
+    errors = td_errors(steps, discount, following)
+    advantages = discounted_cumsum(errors, discount * trace_lambda, continues)
+    return Targets(advantages, advantages + steps.values)

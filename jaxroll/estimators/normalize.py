@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxroll import sums
+from jaxroll.checks import check_array
 from jaxroll.types import Array
 
 
@@ -17,7 +16,7 @@ def normalize(
     *,
     ddof: int = 0,
     eps: float = 1e-8,
-    axis_name: Any = None,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Array:
     """(x − mean) / (std + eps) over all rows whose weight is not 0; 0 in the others.
 
@@ -39,17 +38,14 @@ def normalize(
       >>> normalize(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])).tolist()
       [-1.0, 1.0, 0.0]
     """
-    x = jnp.asarray(x)
+    x = jnp.asarray(check_array("x", x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x must be floating point, got {x.dtype}. Use x.astype(jnp.float32).")
     # Sums of many rows need more digits than a half-precision result has.
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    weights = jnp.ones(x.shape, exact) if weights is None else jnp.asarray(weights).astype(exact)
-    if weights.shape != x.shape:
-        raise ValueError(
-            f"weights must have the shape of x, {list(x.shape)}, got {list(weights.shape)}. "
-            "Use jnp.broadcast_to(weights, x.shape)."
-        )
+    if weights is None:
+        weights = jnp.ones(x.shape, exact)
+    weights = jnp.asarray(check_array("weights", weights, x.shape, " of x")).astype(exact)
 
     def total(y: Array) -> Array:
         y = sums.total(y)

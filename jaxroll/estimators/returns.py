@@ -114,7 +114,8 @@ def discounted_returns(
       >>> discounted_returns(jnp.ones((3, 1)), jnp.zeros(1), None, None, None, 0.5)[:, 0].tolist()
       [1.75, 1.5, 1.0]
     """
-    steps = check_steps(rewards, None, last_values, terminated, truncated, bootstrap_values, valid)
+    ends = (terminated, truncated, bootstrap_values)
+    steps = check_steps(rewards, None, last_values, *ends, valid, name=None)
     discount = steps.number("discount", discount)
     following, continues = next_values(steps)  # 0 where the next row's return is added instead
     x = steps.rewards + discount * following

@@ -200,7 +200,8 @@ class Storage(Node, abc.ABC):
         """
         if name not in self.parameters:
             raise ValueError(unknown_name("parameter", name, self.parameters, type(self).__name__))
-        return self.replace(**{name: as_parameter(name, value, getattr(self, name))})
+        rule = self.rules.get(name)
+        return self.replace(**{name: as_parameter(name, value, getattr(self, name), rule)})
 
     def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
         changes = dict(changes)

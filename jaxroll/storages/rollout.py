@@ -419,14 +419,13 @@ class RolloutStorage(Storage, kw_only=True):
         )
 
     def sample(
-        self, key: jax.Array, num_mini_batch: int = 8, *, remainder: Remainder = "error"
+        self, key: jax.Array, num_mini_batch: int | None = 8, *, remainder: Remainder = "error"
     ) -> Minibatch:
-        """One epoch of shuffled minibatches, stacked: leaves [M, N, ...].
+        """One epoch of M shuffled minibatches (None: one), stacked: leaves [M, N, ...].
 
         All minibatches at once in memory; agents scan `plan` instead.
         """
-        batches = self.generate_batches(key, num_mini_batch=num_mini_batch, remainder=remainder)
-        return batches.stacked()
+        return self.generate_batches(key, num_mini_batch, remainder=remainder).stacked()
 
     def contents(self) -> Minibatch:
         """All rows in order, leaves [T, B, ...]; weights are 0 for rows not written."""
