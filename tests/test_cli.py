@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
 
 from jaxroll.agents import AGENTS
-from jaxroll.cli import main
-from jaxroll.cli.parser import COMMANDS
-from jaxroll.cli.train import claim_directory
+from jaxroll.cli import main, make_parser, parse
+from jaxroll.commands import claim_directory, start
 from jaxroll.config import Config, parse_value
 from jaxroll.train import History
 from jaxroll.train.checkpoint import CheckpointWarning
+from jaxroll.train.options import fields_of
 
 TINY = [
     *("--num-envs", "4", "--num-train-steps", "256", "--set", "num_steps=8"),
@@ -60,7 +60,7 @@ def run(tmp_path_factory):
 # Help and listings.
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize("command", sorted(make_parser()[1]))
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: jaxroll {command}")
@@ -80,6 +80,19 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["train"], ["resume", "run"]])
+def test_every_setting_has_a_flag(command):
+    flags = {"log_interval": 64, "time_budget": 1.5, "loggers": "csv", "target_return": None}
+    words = [f"--{name.replace('_', '-')}={str(x).lower()}" for name, x in flags.items()]
+    given = vars(parse([*command, *words]))
+    assert flags.items() <= given.items()
+    own = {"agent", "env", "out", "seed", "num_seeds"} if command[0] == "resume" else set()
+    help = make_parser()[1][command[0]].format_help()
+    for name in fields_of(Config).keys() - own - {"agent", "env"}:
+        assert f"--{name.replace('_', '-')}" in help
+        assert name in flags or name not in given  # what is not typed stays as the config has it
 
 
 def test_agents_lists_every_hyperparameter_with_its_default_and_help(capsys):
@@ -105,7 +118,7 @@ def test_envs_lists_names_that_can_be_made(capsys):
     [
         (["trian"], "unknown command .trian.. Did you mean 'train'"),
         (["train", "--num-env", "4"], "Did you mean '--num-envs'"),
-        (["train", "pp0"], "unknown agent .pp0.. Did you mean 'ppo'"),
+        (["train", "pp0"], "agent must be one of .*, got .pp0.. Did you mean .ppo."),
         (["train", "CartPole-v1"], "is an environment. Use: jaxroll train ppo CartPole-v1"),
         (["train", "ppo", "CartPol-v1"], "Did you mean 'CartPole-v1'"),
         (["train", "--set", "learning_rate"], "--set takes KEY=VALUE"),
@@ -368,8 +381,6 @@ def test_of_many_that_start_at_once_each_has_a_directory_of_its_own(tmp_path):
 
 def test_the_cache_is_really_off(monkeypatch):
     import jax
-
-    from jaxroll.cli.startup import start
 
     monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
     asked = []

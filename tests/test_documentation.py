@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import jaxroll
-from jaxroll.cli.parser import parse
+from jaxroll.cli import parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -31,6 +31,7 @@ TIERS = [
     {"config", "sweeps"},
     {"trainer"},
     {"cli"},
+    {"commands"},
     {"__main__"},
 ]
 # Inside a method only: agent.train, eval, save and load.
