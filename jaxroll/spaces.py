@@ -18,8 +18,30 @@ import numpy as np
 from jaxroll.checks import check_array, check_count
 
 
+class _Choices:
+    """Integers from 0 on; a subclass says how many choices each entry has."""
+
+    dtype: Any
+    shape: Any
+    sizes: Any  # int, or a tuple of ints: the number of choices of each entry
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lowest, highest) as arrays of the space's shape."""
+        return np.zeros(self.shape, int), np.broadcast_to(np.asarray(self.sizes) - 1, self.shape)
+
+    def contains(self, x: Any) -> bool:
+        """Whether x (with any leading axes) has the shape, and every entry is a choice."""
+        x = np.asarray(x)
+        return x.dtype.kind in "iub" and _is_within(self, x)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A uniform choice for each entry."""
+        sizes = jnp.asarray(self.sizes, jnp.int32)
+        return jax.random.randint(key, self.shape, 0, sizes, jnp.int32).astype(self.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
-class Discrete:
+class Discrete(_Choices):
     """One of `n` choices: 0 … n − 1.
 
     Example:
@@ -31,26 +53,21 @@ class Discrete:
     dtype: Any = np.dtype("int32")
 
     shape = ()
+    sizes = property(lambda self: self.n)
 
     def __post_init__(self):
         object.__setattr__(self, "n", check_count("n of Discrete", self.n))
 
-    def contains(self, x: Any) -> bool:
-        """Whether every entry of x is one of the choices."""
-        x = np.asarray(x)
-        return x.dtype.kind in "iu" and bool(((x >= 0) & (x < self.n)).all())
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        """A uniform draw."""
-        return jax.random.randint(key, (), 0, self.n, jnp.int32).astype(self.dtype)
-
 
 @dataclasses.dataclass(frozen=True)
-class MultiDiscrete:
+class MultiDiscrete(_Choices):
     """Several choices at once: entry i is one of `nvec[i]`."""
 
     nvec: tuple[int, ...]
     dtype: Any = np.dtype("int32")
+
+    shape = property(lambda self: (len(self.nvec),))
+    sizes = property(lambda self: self.nvec)
 
     def __post_init__(self):
         if np.ndim(self.nvec) != 1:
@@ -58,45 +75,19 @@ class MultiDiscrete:
         nvec = tuple(check_count("an entry of nvec", n) for n in self.nvec)
         object.__setattr__(self, "nvec", nvec)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(len(nvec),)."""
-        return (len(self.nvec),)
-
-    def contains(self, x: Any) -> bool:
-        """Whether every entry is one of its choices."""
-        x = np.asarray(x)
-        ok = x.dtype.kind in "iu" and x.shape[-1:] == self.shape
-        return bool(ok and ((x >= 0) & (x < np.asarray(self.nvec))).all())
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        """A uniform choice for each entry."""
-        return jax.random.randint(key, self.shape, 0, jnp.asarray(self.nvec)).astype(self.dtype)
-
 
 @dataclasses.dataclass(frozen=True)
-class MultiBinary:
+class MultiBinary(_Choices):
     """`n` switches, each 0 or 1."""
 
     n: int
     dtype: Any = np.dtype("int32")
 
+    shape = property(lambda self: (self.n,))
+    sizes = 2
+
     def __post_init__(self):
         object.__setattr__(self, "n", check_count("n of MultiBinary", self.n))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(n,)."""
-        return (self.n,)
-
-    def contains(self, x: Any) -> bool:
-        """Whether every entry is 0 or 1."""
-        x = np.asarray(x)
-        return x.shape[-1:] == self.shape and bool(((x == 0) | (x == 1)).all())
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        """A fair coin for each switch."""
-        return jax.random.bernoulli(key, 0.5, self.shape).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,20 +116,17 @@ class Box:
         shape = tuple(check_count("an entry of the shape of a Box", n) for n in shape)
         bounds = {}
         for name in ("low", "high"):
-            bound = np.asarray(check_array(f"{name} of a Box", getattr(self, name)))
-            if bound.dtype == bool:
-                raise TypeError(f"{name} of a Box must be numbers, got {getattr(self, name)!r}.")
-            bound = bound.astype(np.float64)
-            if bound.size != 1 and bound.size != math.prod(shape):
+            given = getattr(self, name)
+            bound = np.asarray(check_array(f"{name} of a Box", given))
+            if bound.dtype == bool or np.isnan(bound.astype(np.float64)).any():
+                raise ValueError(f"{name} of a Box must be numbers, got {given!r}.")
+            if bound.size not in (1, math.prod(shape)):
                 raise ValueError(
                     f"{name} of a Box must be a number or have its shape {shape}, got "
                     f"{bound.shape}."
                 )
-            if np.isnan(bound).any():
-                raise ValueError(f"{name} of a Box must be numbers, got {bound}.")
-            flat = bound.ravel()
-            same = flat.size and (flat == flat[0]).all()
-            bounds[name] = float(flat[0]) if same else tuple(flat.tolist())
+            flat = bound.astype(np.float64).ravel().tolist()
+            bounds[name] = flat[0] if len(set(flat)) == 1 else tuple(flat)
         if (np.asarray(bounds["low"]) > np.asarray(bounds["high"])).any():
             raise ValueError(
                 f"low of a Box must not be above high, got {self.low} and {self.high}."
@@ -169,10 +157,7 @@ class Box:
 
     def contains(self, x: Any) -> bool:
         """Whether x (with any leading axes) has the shape and lies within the bounds."""
-        x = np.asarray(x)
-        low, high = self.bounds()
-        ok = x.ndim >= len(self.shape) and x.shape[x.ndim - len(self.shape) :] == self.shape
-        return bool(ok and (x >= low).all() and (x <= high).all())
+        return _is_within(self, np.asarray(x))
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Uniform within the bounds; standard normal where a side is unbounded."""
@@ -180,10 +165,15 @@ class Box:
         if not self.is_bounded:
             return jax.random.normal(key, self.shape).astype(self.dtype)
         if np.dtype(self.dtype).kind in "iu":
-            return jax.random.randint(
-                key, self.shape, low.astype(int), high.astype(int) + 1
-            ).astype(self.dtype)
+            low, high = low.astype(int), high.astype(int) + 1
+            return jax.random.randint(key, self.shape, low, high).astype(self.dtype)
         return jax.random.uniform(key, self.shape, jnp.float32, low, high).astype(self.dtype)
+
+
+def _is_within(space: Any, x: np.ndarray) -> bool:
+    low, high = space.bounds()
+    fits = x.ndim >= len(space.shape) and x.shape[x.ndim - len(space.shape) :] == space.shape
+    return bool(fits and (x >= low).all() and (x <= high).all())
 
 
 @dataclasses.dataclass(frozen=True)

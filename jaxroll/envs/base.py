@@ -145,12 +145,12 @@ def autoreset(env: Any) -> Env:
       >>> step.obs, step.final_obs, bool(step.terminated)
       (Array([1.], dtype=float32), Array([1.], dtype=float32), False)
     """
-    missing = [name for name in MEMBERS if not hasattr(env, name)]
-    if missing or isinstance(env, type):
-        got = env if isinstance(env, type) else type(env).__name__
-        lacks = f" without {', '.join(missing)}" if missing else ", a class: make one of it"
+    if isinstance(env, type):
+        raise TypeError(f"autoreset needs an environment, got {env}, a class: make one of it.")
+    missing = ", ".join(name for name in MEMBERS if not hasattr(env, name))
+    if missing:
         raise TypeError(
-            f"autoreset needs an environment with {', '.join(MEMBERS)}; got {got}{lacks}."
+            f"autoreset needs an environment, got {type(env).__name__} without {missing}."
         )
     check_hashable(env)
     return AutoReset(env)
@@ -189,21 +189,21 @@ class AutoReset:
         known = time_limit(self.env)
         if known is not None:
             return known
-        sizes = []
+        outputs = []
 
-        def step(key: jax.Array) -> None:
-            out = self.env.step(key, self.env.reset(key)[0], zeros(self.action_space))
-            sizes.append(len(out) if isinstance(out, tuple) else None)
+        def step() -> None:
+            key = jax.random.key(0)
+            outputs.append(self.env.step(key, self.env.reset(key)[0], zeros(self.action_space)))
 
-        jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
-        return math.inf if sizes == [4] else None
+        jax.eval_shape(step)
+        return math.inf if isinstance(outputs[0], tuple) and len(outputs[0]) == 4 else None
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs), in the dtypes that a step gives if these are wider."""
         state, obs = self.env.reset(key)
         # The repr tells 0 from 0.0, which are equal.
         dtypes = _dtypes_after_step(self.env, repr(self.env), jnp.result_type(float))
-        return jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), (state, obs), dtypes)
+        return _cast((state, obs), dtypes)
 
     def draw(self, key: jax.Array) -> Draws:
         """The step's own key, and the start of the next episode."""
@@ -229,54 +229,55 @@ def reset_where_done(state: PyTree, step: TimeStep, draws: Draws) -> tuple[PyTre
 
 def select(done: jax.Array, new: PyTree, old: PyTree, name: str) -> PyTree:
     """`new` if done, otherwise `old`, in the dtypes that hold both."""
-    dtypes = _common_dtypes(new, old, name)
+    dtypes = common_dtypes(new, old, name)
+    new, old = _cast(new, dtypes), _cast(old, dtypes)
+    return jax.tree.map(lambda x, y: jax.lax.select(done, x, y), new, old)
 
-    def pick(x: Any, y: Any, dtype: Any) -> jax.Array:
-        return jax.lax.select(done, jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype))
 
-    return jax.tree.map(pick, new, old, dtypes)
+def _cast(tree: PyTree, dtypes: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, dtype: jnp.asarray(x).astype(dtype), tree, dtypes)
 
 
 @functools.lru_cache(maxsize=256)
 def _dtypes_after_step(env: Any, _repr: str, _float: Any) -> PyTree:
     """The dtypes of (state, obs), such as both a reset and a step can give them; traced once."""
 
-    def reset_and_step(key: jax.Array) -> tuple:
+    def reset_and_step() -> tuple:
+        key = jax.random.key(0)
         state, obs = env.reset(key)
         action = jax.tree.map(jnp.asarray, zeros(env.action_space))
         after, step = _time_step(env.step(key, state, action))
         return (state, obs), (after, step.obs)
 
-    reset, step = jax.eval_shape(reset_and_step, jax.eval_shape(lambda: jax.random.key(0)))
-    return tuple(_common_dtypes(*both) for both in zip(reset, step, ("state", "observation")))
+    reset, step = jax.eval_shape(reset_and_step)
+    return tuple(common_dtypes(*both) for both in zip(reset, step, ("state", "observation")))
 
 
-def _common_dtypes(reset: PyTree, step: PyTree, name: str) -> PyTree:
+def common_dtypes(reset: PyTree, step: PyTree, name: str, *, can_widen: bool = True) -> PyTree:
     """For each leaf the dtype that holds what reset and step gave, or an error that names it."""
-    if jax.tree.structure(reset) != jax.tree.structure(step):
+    structures = jax.tree.structure(reset), jax.tree.structure(step)
+    if structures[0] != structures[1]:
         raise ValueError(
             f"The {name} must have the same structure after reset and after step, got "
-            f"{jax.tree.structure(reset)} and {jax.tree.structure(step)}."
+            f"{structures[0]} and {structures[1]}."
         )
 
     def common(path: Any, x: Any, y: Any) -> Any:
+        leaf = f"The {name}{jax.tree_util.keystr(path)}"
         if jnp.shape(x) != jnp.shape(y):
             raise ValueError(
-                f"The {name}{jax.tree_util.keystr(path)} must have the same shape after reset "
-                f"and after step, got {jnp.shape(x)} and {jnp.shape(y)}."
+                f"{leaf} must have the same shape after reset and after step, got {jnp.shape(x)} "
+                f"and {jnp.shape(y)}."
             )
         before, after = jnp.result_type(x), jnp.result_type(y)
         if before == after:
             return before
         dtype = jnp.promote_types(before, after)
-        becomes_float = jnp.issubdtype(after, jnp.inexact) and not jnp.issubdtype(
-            before, jnp.inexact
-        )
-        if becomes_float or dtype not in (before, after):
+        is_float = jnp.issubdtype(before, jnp.inexact), jnp.issubdtype(after, jnp.inexact)
+        if not can_widen or is_float == (False, True) or dtype not in (before, after):
             raise TypeError(
-                f"The {name}{jax.tree_util.keystr(path)} must keep its dtype, but is {before} "
-                f"after reset and {after} after step. Start with {after} in reset, for instance "
-                f"jnp.{after.name}(0)."
+                f"{leaf} must keep its dtype, but is {before} after reset and {after} after step. "
+                f"Start with {after} in reset, for instance jnp.{after.name}(0)."
             )
         return dtype
 
@@ -285,52 +286,43 @@ def _common_dtypes(reset: PyTree, step: PyTree, name: str) -> PyTree:
 
 def _time_step(out: Any) -> tuple[PyTree, TimeStep]:
     """What a user's `step` returned, in the one form."""
-    if not isinstance(out, tuple) or len(out) not in (2, 4, 5):
-        got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
-        raise TypeError(
-            "step must return (state, obs, reward, terminated), the same with truncated, or "
-            f"(state, TimeStep), got {got}."
-        )
-    if len(out) == 2:
-        state, step = out
-        if not isinstance(step, TimeStep):
-            raise TypeError(
-                f"step returned two values, so the second must be a jaxroll.types.TimeStep, got "
-                f"{type(step).__name__}."
-            )
-        obs, reward, terminated, truncated = step.obs, step.reward, step.terminated, step.truncated
-        info = step.info
-    else:
-        state, obs, reward, terminated = out[:4]
-        truncated = out[4] if len(out) == 5 else False
-        info = {}
-    return state, time_step(obs, reward, terminated, truncated, info)
+    match out:
+        case (state, TimeStep() as step):
+            ends = step.terminated, step.truncated
+            return state, time_step(step.obs, step.reward, *ends, step.info)
+        case (state, obs, reward, terminated):
+            return state, time_step(obs, reward, terminated, False)
+        case (state, obs, reward, terminated, truncated):
+            return state, time_step(obs, reward, terminated, truncated)
+    raise TypeError(
+        "step must return (state, obs, reward, terminated), the same with truncated, or "
+        f"(state, jaxroll.types.TimeStep), got {describe(out)}."
+    )
+
+
+def describe(out: Any) -> str:
+    """What a function returned, for an error."""
+    return f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
 
 
 def time_step(
     obs: PyTree, reward: Any, terminated: Any, truncated: Any, info: Any = None
 ) -> TimeStep:
     """A `TimeStep` before any reset: float32 reward, boolean flags, `final_obs` = `obs`."""
-    flags = {"terminated": terminated, "truncated": truncated}
-    for name, value in {"reward": reward, **flags}.items():
+    arrays = {"reward": reward, "terminated": terminated, "truncated": truncated}
+    for name, value in arrays.items():
         array = check_array(name, value)
         if array.shape != ():
             raise ValueError(
                 f"{name} must be a single value, of shape (), got shape {array.shape}: an "
                 f"environment steps one at a time. Use {name}[0], or {name}.any()."
             )
-        if name in flags and jnp.issubdtype(array.dtype, jnp.inexact):
+        if name != "reward" and jnp.issubdtype(array.dtype, jnp.inexact):
             raise TypeError(
                 f"{name} must be True or False, got {array.dtype}. Use a comparison: {name} > 0."
             )
-    return TimeStep(
-        obs=obs,
-        reward=jnp.asarray(reward, jnp.float32),
-        terminated=jnp.asarray(terminated, bool),
-        truncated=jnp.asarray(truncated, bool),
-        final_obs=obs,
-        info={} if info is None else info,
-    )
+        arrays[name] = jnp.asarray(value, jnp.float32 if name == "reward" else bool)
+    return TimeStep(obs=obs, **arrays, final_obs=obs, info={} if info is None else info)
 
 
 class HostStep(NamedTuple):

@@ -12,8 +12,7 @@ import numpy as np
 
 from jaxroll import spaces
 from jaxroll.checks import check_count, check_seed
-from jaxroll.envs.actions import action_bounds
-from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep
+from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, common_dtypes, describe
 from jaxroll.types import PyTree, TimeStep
 
 MASK = "action_mask"
@@ -64,45 +63,36 @@ def check_shapes(env: Env) -> None:
             )
     returned: list[Any] = []
 
-    def reset_and_step(key: jax.Array) -> tuple:
+    def reset_and_step() -> tuple:
+        key = jax.random.key(0)
         reset = env.reset(key)
         if not (isinstance(reset, tuple) and len(reset) == 2):
-            raise TypeError(f"reset of {name} must return (state, obs), got {_count(reset)}.")
+            raise TypeError(f"reset of {name} must return (state, obs), got {describe(reset)}.")
         action = jax.tree.map(jnp.asarray, spaces.zeros(env.action_space))
         out = env.step(key, reset[0], action)
         returned.append(out)
-        return (reset, out) if _is_right(out) else ()
+        is_right = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], TimeStep)
+        return (reset, out) if is_right else ()
 
-    shapes = jax.eval_shape(reset_and_step, jax.eval_shape(lambda: jax.random.key(0)))
+    shapes = jax.eval_shape(reset_and_step)
     if not shapes:
         raise TypeError(
-            f"step of {name} must return (state, TimeStep), got {_count(returned[0])}. If it stops "
-            "at the end of an episode, use jaxroll.envs.autoreset(env)."
+            f"step of {name} must return (state, TimeStep), got {describe(returned[0])}. If it "
+            "stops at the end of an episode, use jaxroll.envs.autoreset(env)."
         )
     (state, obs), (after, step) = shapes
     check_observation(env.observation_space, obs, f"obs of {name}.reset")
     check_observation(env.observation_space, step.obs, f"obs of {name}.step")
     check_observation(env.observation_space, step.final_obs, f"final_obs of {name}.step")
-    _check_same(state, after, f"the state of {name}")
-    for field, kinds, wanted in (
-        ("reward", "fV", "a float"),
-        ("terminated", "b", "a bool"),
-        ("truncated", "b", "a bool"),
-    ):
+    common_dtypes(state, after, f"state of {name}", can_widen=False)
+    for field in ("reward", "terminated", "truncated"):
         value = getattr(step, field)
+        kinds, wanted = ("fV", "a float") if field == "reward" else ("b", "a bool")
         if value.shape != () or np.dtype(value.dtype).kind not in kinds:
             raise TypeError(
                 f"{field} of {name}.step must be {wanted} of shape (), got "
                 f"{value.dtype}{list(value.shape)}."
             )
-
-
-def _is_right(out: Any) -> bool:
-    return isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], TimeStep)
-
-
-def _count(out: Any) -> str:
-    return f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
 
 
 def check_observation(
@@ -121,48 +111,36 @@ def check_observation(
         return
     shape, dtype = (*batch_shape, *space.shape), np.dtype(space.dtype)
     # Sizes of dtypes may differ (float64 with JAX_ENABLE_X64), and counts may be of any kind.
-    kinds = {"f": "fV", "V": "fV"}.get(dtype.kind, dtype.kind)
+    kinds = "fV" if dtype.kind in "fV" else dtype.kind
     kinds = kinds if isinstance(space, spaces.Box) else "iub"
-    got = getattr(obs, "shape", None), getattr(obs, "dtype", type(obs).__name__)
-    if got[0] != shape or np.dtype(got[1]).kind not in kinds:
-        what = f"{got[1]}{list(got[0])}" if got[0] is not None else got[1]
+    if not hasattr(obs, "dtype") or obs.shape != shape or np.dtype(obs.dtype).kind not in kinds:
+        got = f"{obs.dtype}{list(obs.shape)}" if hasattr(obs, "dtype") else type(obs).__name__
         raise TypeError(
-            f"{name} must be {dtype}{list(shape)} as the observation_space says, got {what}."
+            f"{name} must be {dtype}{list(shape)} as the observation_space says, got {got}."
         )
-
-
-def _check_same(before: PyTree, after: PyTree, name: str) -> None:
-    """Raise unless a step returns a state like the one that it was given."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise TypeError(
-            f"{name} must have the same structure after reset and after step, got "
-            f"{jax.tree.structure(before)} and {jax.tree.structure(after)}."
-        )
-    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after)):
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} must be the same after reset and after step, "
-                f"got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}."
-            )
 
 
 def _check_values(env: Env, num_steps: int, seed: int) -> None:
     """Play random actions twice."""
     reset, steps = _play(env, num_steps, seed)
     steps, name = jax.tree.map(np.asarray, steps), type(env).__name__
-    _check_finite(reset, np.zeros(0), f"reset of {name}")
+    _check_finite(reset, 0.0, f"reset of {name}")
     _check_finite((steps.obs, steps.final_obs), steps.reward, f"step of {name}")
     _check_equal((reset, steps), _play(env, num_steps, seed), name)
-    starts = jax.vmap(lambda key: env.reset(key)[1])(jax.random.split(jax.random.key(seed), 64))
+    keys = jax.random.split(jax.random.key(seed), 64)
+    starts = jax.tree.map(np.asarray, jax.vmap(lambda key: env.reset(key)[1])(keys))
     for t in np.flatnonzero(steps.terminated | steps.truncated):
         obs, final = (jax.tree.map(lambda x, t=t: x[t], x) for x in (steps.obs, steps.final_obs))
-        if _same(obs, final) and not _is_among(obs, starts):
+        if _same(obs, final) and not any(
+            _same(obs, jax.tree.map(lambda x, i=i: x[i], starts)) for i in range(len(keys))
+        ):
             raise ValueError(
                 f"{name} ended its episode at step {t} of random actions, but obs is "
                 "still the last observation and not the first of a new episode. Reset in step, or "
                 "use jaxroll.envs.autoreset(env)."
             )
-    _check_inside(env.observation_space, (reset, steps.obs, steps.final_obs), name)
+    for obs in (reset, steps.obs, steps.final_obs):
+        _check_inside(env.observation_space, obs, name)
 
 
 def _play(env: Env, num_steps: int, seed: int) -> tuple[PyTree, TimeStep]:
@@ -183,14 +161,6 @@ def _play(env: Env, num_steps: int, seed: int) -> tuple[PyTree, TimeStep]:
     return jax.jit(play)(jax.random.key(seed))
 
 
-def _random_action(space: spaces.Space, obs: PyTree, key: jax.Array) -> PyTree:
-    mask = obs.get(MASK) if isinstance(obs, dict) else None
-    if mask is None or not isinstance(space, spaces.Discrete):
-        return space.sample(key)
-    logits = jnp.where(jnp.asarray(mask, bool), 0.0, -jnp.inf)
-    return jax.random.categorical(key, logits).astype(space.dtype)
-
-
 # Host environments.
 
 
@@ -200,14 +170,11 @@ def check_host_step(envs: HostEnv, step: HostStep) -> None:
     check_observation(envs.observation_space, step.obs, f"obs of {name}", batch)
     if step.final_obs is not None:
         check_observation(envs.observation_space, step.final_obs, f"final_obs of {name}", batch)
-    dtypes = {"reward": np.float32} | dict.fromkeys(
-        ("terminated", "truncated", "valid", "is_first"), bool
-    )
-    for field, dtype in dtypes.items():
-        value = np.asarray(getattr(step, field))
+    for field in ("reward", "terminated", "truncated", "valid", "is_first"):
+        value, dtype = np.asarray(getattr(step, field)), "float32" if field == "reward" else "bool"
         if value.shape != batch or value.dtype != dtype:
             raise TypeError(
-                f"{field} of {name} must be {np.dtype(dtype)}{list(batch)}, got "
+                f"{field} of {name} must be {dtype}{list(batch)}, got "
                 f"{value.dtype}{list(value.shape)}."
             )
     done = step.terminated | step.truncated
@@ -220,24 +187,29 @@ def check_host_reset(envs: HostEnv, obs: PyTree) -> None:
     """Raise unless the first observations of B host environments are right."""
     name = f"reset of {type(envs).__name__}"
     check_observation(envs.observation_space, obs, f"obs of {name}", (envs.num_envs,))
-    _check_finite(obs, np.zeros(0), name)
+    _check_finite(obs, 0.0, name)
 
 
 def _check_host_env(first: HostEnv, second: HostEnv, num_steps: int, seed: int) -> None:
     """Play random actions in one, then the same in the other."""
-    name = type(first).__name__
-    played: list[PyTree] = []
-    for envs in (first, second):
-        rng = np.random.default_rng(seed)
-        obs = envs.reset(seed)
+    name, space = type(first).__name__, first.observation_space
+
+    @jax.jit
+    def random_actions(obs: PyTree, key: jax.Array) -> PyTree:
+        keys = jax.random.split(key, first.num_envs)
+        return jax.vmap(functools.partial(_random_action, first.action_space))(obs, keys)
+
+    def play(envs: HostEnv) -> list[PyTree]:
+        obs, key = envs.reset(seed), jax.random.key(seed)
         check_host_reset(envs, obs)
-        _check_inside(envs.observation_space, (obs,), name)
+        _check_inside(space, obs, name)
         trace = [jax.tree.map(np.array, obs)]
-        ended = np.zeros(envs.num_envs, bool)
-        for _ in range(num_steps):
-            step = envs.step(_random_host_actions(envs.action_space, obs, rng, envs.num_envs))
+        ended = np.zeros(envs.num_envs, bool)  # on the last step, and not reset yet
+        for t in range(num_steps):
+            actions = random_actions(obs, jax.random.fold_in(key, t))
+            step = envs.step(jax.tree.map(np.asarray, actions))
             check_host_step(envs, step)
-            _check_inside(envs.observation_space, (step.obs,), name)
+            _check_inside(space, step.obs, name)
             done = step.terminated | step.truncated
             begins = ended if envs.resets_on_next_step else done
             if (step.is_first != begins).any() or (step.valid == (ended & begins)).any():
@@ -245,31 +217,26 @@ def _check_host_env(first: HostEnv, second: HostEnv, num_steps: int, seed: int) 
                     f"{name} must begin an episode where the last one ended (is_first), and mark "
                     "the rows that only reset (valid)."
                 )
-            ended = done if envs.resets_on_next_step else np.zeros_like(done)
+            ended = done & envs.resets_on_next_step
             obs = step.obs
             trace.append(jax.tree.map(np.array, step._replace(final_obs=None)))
-        played.append(trace)
-    _check_equal(played[0], played[1], name)
+        return trace
 
-
-def _random_host_actions(space: Any, obs: PyTree, rng: Any, num_envs: int) -> PyTree:
-    if isinstance(space, spaces.Dict):
-        return {k: _random_host_actions(part, (), rng, num_envs) for k, part in space.items}
-    shape = (num_envs, *space.shape)
-    if np.dtype(space.dtype).kind == "f":
-        low, high = space.bounds() if space.is_bounded else (-1.0, 1.0)
-        return rng.uniform(low, high, shape).astype(space.dtype)
-    mask = obs.get(MASK) if isinstance(obs, dict) else None
-    if mask is not None and isinstance(space, spaces.Discrete):
-        return np.array([rng.choice(np.flatnonzero(row)) for row in mask], space.dtype)
-    low, high = action_bounds(space)
-    return rng.integers(low, high, shape, endpoint=True).astype(space.dtype)
+    _check_equal(play(first), play(second), name)
 
 
 # Both.
 
 
-def _check_finite(obs: PyTree, reward: np.ndarray, name: str) -> None:
+def _random_action(space: spaces.Space, obs: PyTree, key: jax.Array) -> PyTree:
+    mask = obs.get(MASK) if isinstance(obs, dict) else None
+    if mask is None or not isinstance(space, spaces.Discrete):
+        return space.sample(key)
+    logits = jnp.where(jnp.asarray(mask, bool), 0.0, -jnp.inf)
+    return jax.random.categorical(key, logits).astype(space.dtype)
+
+
+def _check_finite(obs: PyTree, reward: Any, name: str) -> None:
     for path, leaf in jax.tree.leaves_with_path(obs):
         leaf = np.asarray(leaf)
         where = jax.tree_util.keystr(path)
@@ -283,8 +250,8 @@ def _check_finite(obs: PyTree, reward: np.ndarray, name: str) -> None:
         raise ValueError(f"{name} gave a reward that is NaN or infinite.")
 
 
-def _check_inside(space: spaces.Space, observations: tuple, name: str) -> None:
-    if not all(space.contains(jax.tree.map(np.asarray, obs)) for obs in observations):
+def _check_inside(space: spaces.Space, obs: PyTree, name: str) -> None:
+    if not space.contains(jax.tree.map(np.asarray, obs)):
         warnings.warn(
             f"{name} shows observations outside of its observation_space, {space}.", stacklevel=3
         )
@@ -301,12 +268,3 @@ def _check_equal(one: PyTree, other: PyTree, name: str) -> None:
 def _same(one: PyTree, other: PyTree) -> bool:
     leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in leaves)
-
-
-def _is_among(obs: PyTree, starts: PyTree) -> bool:
-    """Whether an observation is one of the first observations [N, ...]."""
-    equal = [
-        (np.asarray(all) == np.asarray(one)).reshape(len(all), -1).all(-1)
-        for one, all in zip(jax.tree.leaves(obs), jax.tree.leaves(starts))
-    ]
-    return bool(np.all(equal, axis=0).any()) if equal else True

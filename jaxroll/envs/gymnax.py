@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll import spaces
-from jaxroll.checks import did_you_mean
+from jaxroll.checks import check_array, check_count, check_flag, check_number, did_you_mean
 from jaxroll.envs.base import Draws, reset_where_done, time_step
 from jaxroll.envs.make import Source
-from jaxroll.envs.options import Options, UnknownNameError, attempt, check_like
+from jaxroll.envs.options import Options
 from jaxroll.types import PyTree, TimeStep
 
 # (field of the state, field of the parameters) by which an old environment limits its time.
@@ -132,37 +132,46 @@ def make(name: str, **options: Any) -> GymnaxEnv:
       name: as in `gymnax.make`.
       **options: arguments of its constructor or fields of its `EnvParams`.
     """
+    env = GymnaxEnv(name)
     if not options and _is_built_in(name):
-        return GymnaxEnv(name)
+        return env
     from gymnax import registration
 
-    if name not in registration.registered_envs:
-        raise UnknownNameError(
-            f"{name!r} is not an environment of gymnax.{did_you_mean(name, names())}"
-        )
-    accepted = _constructor_options(registration._registry[name])
-    given = {k: v for k, v in options.items() if k in accepted}
-    for option, value in given.items():
-        default = accepted[option]
-        is_size = type(default) is int and default > 0
-        check_like(f"{option} of {name}", value, default, is_size=is_size)
-    env = GymnaxEnv(name, Options(given))
-    defaults = attempt(name, options, lambda: _build(env)[1])
-    fields = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
-    params = {k: v for k, v in options.items() if k not in accepted}
-    for option, value in params.items():
-        if option not in fields:
-            known = sorted(accepted | fields)
-            raise ValueError(
-                f"{name} has no option {option!r}.{did_you_mean(option, known)} "
-                f"It has {', '.join(known)}."
-            )
+    parameters = inspect.signature(registration._registry[name]).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    constructor = {p.name: p.default for p in parameters if p.kind in kinds}
+    params = _build(env)[1]
+    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    for option, value in options.items():
+        if option not in constructor and option not in fields:
+            known = sorted(constructor | fields)
+            hint = did_you_mean(option, known)
+            raise ValueError(f"there is no option {option!r}.{hint} It has {', '.join(known)}.")
+        default = constructor.get(option, fields.get(option))
+        is_size = option in constructor and type(default) is int and default > 0
         is_limit = any(option == limit for _, limit in _CLOCKS)
-        check_like(f"{option} of {name}", value, fields[option], is_size=is_limit)
-    params = {k: np.asarray(v) if np.ndim(fields[k]) else v for k, v in params.items()}
-    env = dataclasses.replace(env, params=Options(params))
-    attempt(name, options, lambda: _try(env))
+        _check_like(option, value, default, at_least=1 if is_size or is_limit else 0)
+    own = {k: v for k, v in options.items() if k in constructor}
+    changed = {k: v for k, v in options.items() if k not in constructor}
+    changed = {k: np.asarray(v) if np.ndim(fields[k]) else v for k, v in changed.items()}
+    env = GymnaxEnv(name, Options(own), Options(changed))
+    action = spaces.zeros(env.action_space)
+    jax.eval_shape(lambda: env.step(jax.random.key(0), env.reset(jax.random.key(0))[0], action))
     return env
+
+
+def _check_like(name: str, value: Any, default: Any, at_least: int) -> None:
+    """Raise if an option is not of its default's kind, where that is a number, flag or array."""
+    if isinstance(default, bool | np.bool_):
+        check_flag(name, value)
+    elif isinstance(default, int | np.integer):
+        check_count(name, value, at_least=at_least)
+    elif isinstance(default, float | np.floating):
+        check_number(name, value, ">= 1" if at_least else None)
+    elif isinstance(default, np.ndarray | jax.Array):
+        array = check_array(name, value)
+        if array.shape != default.shape or not np.isfinite(np.asarray(array)).all():
+            raise ValueError(f"{name} must be finite, of shape {default.shape}, got {value!r}.")
 
 
 def _is_built_in(name: str) -> bool:
@@ -173,6 +182,16 @@ def _is_built_in(name: str) -> bool:
             text = (Path(folder) / "registration.py").read_text()
             return bool(re.fullmatch(r"[\w-]+", name)) and f'"{name}"' in text
     return False
+
+
+def names() -> list[str]:
+    """All registered names."""
+    from gymnax import registration
+
+    return sorted(registration.registered_envs)
+
+
+SOURCE = Source("gymnax", "gymnax", None, make=make, names=names)
 
 
 @contextlib.contextmanager
@@ -196,23 +215,6 @@ def _strong_types(tree: Any) -> Any:
     return jax.tree.map(strong, tree)
 
 
-def _try(env: GymnaxEnv) -> None:
-    """Trace a reset and a step."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    action = spaces.zeros(env.action_space)
-    jax.eval_shape(lambda key: env.step(key, env.reset(key)[0], action), key)
-
-
-def names() -> list[str]:
-    """All registered names."""
-    from gymnax import registration
-
-    return sorted(registration.registered_envs)
-
-
-SOURCE = Source("gymnax", package="gymnax", extra=None, make=make, names=names)
-
-
 @functools.lru_cache(maxsize=256)
 def _build(env: GymnaxEnv) -> tuple[Any, Any]:
     """The gymnax environment and its parameters, made once for all equal values."""
@@ -232,8 +234,7 @@ def _spaces(env: GymnaxEnv) -> tuple[spaces.Space, spaces.Space]:
     built, params = _build(env)
     with jax.ensure_compile_time_eval(), _promotions():
         observation, action = built.observation_space(params), built.action_space(params)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    _, obs = jax.eval_shape(env.reset, key)
+    _, obs = jax.eval_shape(lambda: env.reset(jax.random.key(0)))
     return _translate(observation, obs), _translate(action)
 
 
@@ -243,31 +244,15 @@ def _translate(space: Any, example: Any = None) -> spaces.Space:
     if kind == "Discrete":
         return spaces.Discrete(int(space.n))
     if kind == "Box":
-        shape, dtype = (
-            (space.shape, space.dtype) if example is None else (example.shape, example.dtype)
-        )
-        return spaces.Box.create(np.asarray(space.low), np.asarray(space.high), shape, dtype)
+        like = space if example is None else example
+        return spaces.Box(np.asarray(space.low), np.asarray(space.high), like.shape, like.dtype)
     if kind == "Dict":
-        children = {
-            name: _translate(child, None if example is None else example[name])
-            for name, child in space.spaces.items()
-        }
-        return spaces.Dict.create(children)
+        parts = example or {}
+        return spaces.Dict({k: _translate(v, parts.get(k)) for k, v in space.spaces.items()})
     raise TypeError(
         f"The space {space} of gymnax has no translation. Give the environment an "
         "observation of arrays or a dict of arrays, and an action of one array."
     )
-
-
-def _constructor_options(factory: Any) -> dict[str, Any]:
-    """Arguments of a constructor, with their defaults."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(factory).parameters.values()
-    return {
-        p.name: None if p.default is inspect.Parameter.empty else p.default
-        for p in parameters
-        if p.kind in kinds
-    }
 
 
 def _has_own_step(env: Any) -> bool:
@@ -292,6 +277,13 @@ def _one_step(
     return state, time_step(obs, reward, terminated, truncated, info)
 
 
+def _time_is_up(state: Any, params: Any) -> jax.Array:
+    for clock, limit in _CLOCKS:
+        if hasattr(state, clock) and hasattr(params, limit):
+            return jnp.asarray(getattr(state, clock) >= getattr(params, limit), bool)
+    return jnp.asarray(False)
+
+
 def _own_step(out: tuple) -> tuple[PyTree, TimeStep]:
     """What an auto-resetting `step` with six or five values returned, in our form."""
     if len(out) == 6:
@@ -307,10 +299,3 @@ def _own_step(out: tuple) -> tuple[PyTree, TimeStep]:
     # The final observation is gone, so an end by the clock cannot bootstrap: all are terminal.
     obs, state, reward, done, info = out
     return state, time_step(obs, reward, done, False, info)
-
-
-def _time_is_up(state: Any, params: Any) -> jax.Array:
-    for clock, limit in _CLOCKS:
-        if hasattr(state, clock) and hasattr(params, limit):
-            return jnp.asarray(getattr(state, clock) >= getattr(params, limit), bool)
-    return jnp.asarray(False)

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxroll.checks import did_you_mean
-from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_hashable
+from jaxroll.envs.base import MEMBERS, Env, HostEnv, HostEnvSpec, check_hashable, host_spaces
 from jaxroll.envs.check import check_shapes
-from jaxroll.envs.options import UnknownNameError
 
 DEFAULT_SOURCE = "gymnax"
 NAMES_SHOWN = 30  # of each source, where all are listed
@@ -26,22 +25,18 @@ _BUILT_IN = ("gymnax", "gymnasium", "envpool")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where environments come from.
-
-    Example, a source of one environment:
-      >>> source = Source("mine", package="jax", extra=None,
-      ...                 make=lambda name, **options: ("environment", name, options),
-      ...                 names=lambda: ["Corridor"])
-      >>> register_source(source)
-      >>> make_env("mine:Corridor", length=3)
-      ('environment', 'Corridor', {'length': 3})
-    """
+    """Where environments come from; see `register_source`."""
 
     prefix: str
     package: str  # what must be importable
     extra: str | None  # of jaxroll, that installs it
     make: Callable[..., Any]  # (name, **options) -> Env or HostEnvSpec
     names: Callable[[], list[str]]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package can be imported."""
+        return importlib.util.find_spec(self.package) is not None
 
 
 _registered: dict[str, Source] = {}
@@ -50,11 +45,16 @@ _registered: dict[str, Source] = {}
 def register_source(source: Source) -> None:
     """Let `make_env` know the environments of a source, under its prefix.
 
-    Example:
-      >>> register_source(Source("toys", package="jax", extra=None, names=lambda: ["Dice"],
-      ...                        make=lambda name, **options: (name, options)))
-      >>> make_env("toys:Dice", sides=6)
-      ('Dice', {'sides': 6})
+    `make_env` explains what goes wrong in `source.make`: a name that `source.names` does not have,
+    or options that it does not take.
+
+    Example, a source of one environment:
+      >>> source = Source("mine", package="jax", extra=None,
+      ...                 make=lambda name, **options: ("environment", name, options),
+      ...                 names=lambda: ["Corridor"])
+      >>> register_source(source)
+      >>> make_env("mine:Corridor", length=3)
+      ('environment', 'Corridor', {'length': 3})
     """
     _registered[source.prefix] = source
 
@@ -82,17 +82,28 @@ def make_env(name: str, **options: Any) -> Any:
     if not colon:
         prefix, rest = DEFAULT_SOURCE, name
     source = _source(prefix)
-    if not _is_installed(source):
+    if not source.is_installed:
         raise ImportError(
             f"{name!r} needs the package {source.package}, which is not installed."
             + (f' Install it: pip install "jaxroll[{source.extra}]".' if source.extra else "")
         )
     try:
-        return source.make(rest, **options)
-    except UnknownNameError as error:
-        others = [] if colon else _elsewhere(rest)
-        hint = f" Another source has it: make_env({others[0]!r})." if others else ""
-        raise ValueError(f"{error}{hint}") from None
+        env = source.make(rest, **options)
+        if isinstance(env, HostEnvSpec):
+            host_spaces(env)  # opens one: what is wrong with the options is told now
+        return env
+    except ImportError:
+        raise
+    except Exception as error:
+        names = source.names()
+        if rest not in names:
+            hint = did_you_mean(rest, names) + ("" if colon else _elsewhere(rest))
+            raise ValueError(f"{rest!r} is not an environment of {prefix}.{hint}") from None
+        if not options:
+            raise
+        given = ", ".join(f"{k}={v!r}" for k, v in options.items())
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} cannot be made with {given}: {reason}") from error
 
 
 def as_env(env: Any, argument: str = "env") -> Any:
@@ -114,19 +125,16 @@ def as_env(env: Any, argument: str = "env") -> Any:
         return make_env(env)
     if isinstance(env, HostEnv | HostEnvSpec) or type(env).__module__.startswith("jaxroll.envs."):
         return env
-    kinds = _packages(env)
-    if "gymnasium" in kinds or isinstance(env, list) or _is_function(env):
+    is_function = callable(env) and not hasattr(env, "step") and not isinstance(env, type)
+    if isinstance(env, list) or is_function or "gymnasium" in _packages(env):
         from jaxroll.envs.gymnasium import from_object
 
         return from_object(env, argument)
-    if isinstance(env, tuple) and len(env) == 2 and "gymnax" in _packages(env[0]):
-        kinds, env, params = {"gymnax"}, *env
-    else:
-        params = None
-    if "gymnax" in kinds or hasattr(env, "default_params"):
+    built, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
+    if "gymnax" in _packages(built) or hasattr(built, "default_params"):
         from jaxroll.envs.gymnax import from_gymnax
 
-        return from_gymnax(env, params)
+        return from_gymnax(built, params)
     if isinstance(env, type) or not all(hasattr(env, name) for name in MEMBERS):
         raise TypeError(
             f"{argument} must be an environment, got {env!r}. Use jaxroll.make_env(name), "
@@ -151,27 +159,22 @@ def _packages(env: Any) -> set[str]:
     return {base.__module__.partition(".")[0] for base in type(env).__mro__}
 
 
-def _is_function(env: Any) -> bool:
-    return callable(env) and not hasattr(env, "step") and not isinstance(env, type)
-
-
 class EnvNames(list[str]):
     """A list of names that prints by source, a few of each."""
 
     def __repr__(self) -> str:
         by_source: dict[str, list[str]] = {}
         for name in self:
-            by_source.setdefault(name.partition(":")[0] if ":" in name else "", []).append(name)
+            source = name.partition(":")[0] if ":" in name else DEFAULT_SOURCE
+            by_source.setdefault(source, []).append(name)
         lines = []
         for source, names in by_source.items():
-            title = source or DEFAULT_SOURCE
-            more = len(names) - NAMES_SHOWN if len(by_source) > 1 else 0
-            shown = ", ".join(names[:-more] if more > 0 else names)
-            shown += f", … and {more} more: list_envs({title!r})" if more > 0 else ""
-            lines.append(f"{title} ({len(names)}): {shown}")
-        return "\n".join(
-            textwrap.fill(x, 100, subsequent_indent="  ", break_on_hyphens=False) for x in lines
-        )
+            shown = names if len(by_source) == 1 else names[:NAMES_SHOWN]
+            rest = len(names) - len(shown)
+            more = f", … and {rest} more: list_envs({source!r})" if rest else ""
+            text = f"{source} ({len(names)}): {', '.join(shown)}{more}"
+            lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+        return "\n".join(lines)
 
 
 def list_envs(source: str | None = None) -> EnvNames:
@@ -184,37 +187,36 @@ def list_envs(source: str | None = None) -> EnvNames:
       >>> "CartPole-v1" in list_envs("gymnax")
       True
     """
-    prefixes = _prefixes() if source is None else [_source(source).prefix]
+    if not isinstance(source, str | None):
+        raise TypeError(f"source must be the name of a source, got {source!r}.")
+    sources = _sources() if source is None else [_source(source)]
     return EnvNames(
-        name if prefix == DEFAULT_SOURCE else f"{prefix}:{name}"
-        for prefix in prefixes
-        if _is_installed(_source(prefix))
-        for name in _source(prefix).names()
+        name if s.prefix == DEFAULT_SOURCE else f"{s.prefix}:{name}"
+        for s in sources
+        if s.is_installed
+        for name in s.names()
     )
 
 
-def _is_installed(source: Source) -> bool:
-    return importlib.util.find_spec(source.package) is not None
-
-
-def _prefixes() -> list[str]:
-    return [*_BUILT_IN, *(p for p in _registered if p not in _BUILT_IN)]
+def _sources() -> list[Source]:
+    return [_source(prefix) for prefix in dict.fromkeys((*_BUILT_IN, *_registered))]
 
 
 def _source(prefix: str) -> Source:
-    if not isinstance(prefix, str):
-        raise TypeError(f"source must be the name of a source, got {prefix!r}.")
     if prefix in _registered:
         return _registered[prefix]
     if prefix in _BUILT_IN:
         return importlib.import_module(f"jaxroll.envs.{prefix}").SOURCE
+    known = [*_BUILT_IN, *_registered]
     raise ValueError(
-        f"{prefix!r} is not a source of environments.{did_you_mean(prefix, _prefixes())} "
-        f"There are {', '.join(_prefixes())}; add one with jaxroll.envs.register_source."
+        f"{prefix!r} is not a source of environments.{did_you_mean(prefix, known)} There are "
+        f"{', '.join(known)}; add one with jaxroll.envs.register_source."
     )
 
 
-def _elsewhere(name: str) -> list[str]:
-    """The same name in other installed sources, with their prefix."""
-    others = [_source(prefix) for prefix in _prefixes() if prefix != DEFAULT_SOURCE]
-    return [f"{s.prefix}:{name}" for s in others if _is_installed(s) and name in s.names()]
+def _elsewhere(name: str) -> str:
+    """The end of an error: the same name in another installed source, if one has it."""
+    for source in _sources():
+        if source.prefix != DEFAULT_SOURCE and source.is_installed and name in source.names():
+            return f" Another source has it: make_env({f'{source.prefix}:{name}'!r})."
+    return ""

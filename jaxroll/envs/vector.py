@@ -1,112 +1,70 @@
 """A Gymnasium `VectorEnv` as a `HostEnv`.
 
 Three ways of resetting come out as one contract (see `HostStep`): on the same step, on the next
-step, or when told to (which is then done at once, like on the same step). Observations and
-rewards arrive as float32 where they were float64, integers as int32.
+step, or when told to (which is then done at once, like on the same step).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
+import dataclasses
+import multiprocessing.util  # registers its own end first, so that ours comes before it
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
-from jaxroll import spaces
-from jaxroll.envs.actions import OutOfRange, action_checker
-from jaxroll.envs.base import HostEnv, HostStep
+from jaxroll.envs.base import HostEnv, HostEnvSpec, HostStep
 from jaxroll.envs.deadline import DEFAULT_TIMEOUT, Deadline
+from jaxroll.envs.options import Options
+from jaxroll.envs.translate import OutOfRange, action_checker, reader, to_space, writer
 from jaxroll.types import PyTree
 
 MODES = ("SameStep", "NextStep", "Disabled")
-_NARROW = {np.dtype("float64"): np.float32, np.dtype("int64"): np.int32}
 
 
-def narrow(dtype: Any) -> np.dtype:
-    """The dtype in which jaxroll keeps data of this one."""
-    return np.dtype(_NARROW.get(np.dtype(dtype), dtype))
+@dataclasses.dataclass(frozen=True)
+class VectorSpec(HostEnvSpec):
+    """How to make vector environments of a source: `make` opens them as a `VectorHostEnv`.
 
-
-def to_space(space: Any) -> spaces.Space:
-    """A space of Gymnasium as ours; a Tuple becomes a Dict with the keys "0" to "n".
-
-    Example:
-      >>> import gymnasium
-      >>> to_space(gymnasium.spaces.Discrete(3, start=-1))
-      Discrete(n=3, dtype=dtype('int32'))
+    Args:
+      name: of the environment.
+      options: of the environment.
+      out_of_range: "clip" or "error", for `Box` actions past their bounds.
+      env_timeout: seconds that a reset or a step may take; None: any time.
     """
-    kind = type(space).__name__
-    if kind == "Discrete":
-        return spaces.Discrete(int(space.n))
-    if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(tuple(np.asarray(space.nvec).ravel()))
-    if kind == "MultiBinary":
-        return spaces.MultiBinary(int(np.prod(space.shape)))
-    if kind == "Box":
-        return spaces.Box(space.low, space.high, space.shape, narrow(space.dtype))
-    if kind in ("Dict", "Tuple"):
-        return spaces.Dict({str(k): to_space(child) for k, child in _children(space)})
-    raise TypeError(
-        f"The space {space} has no translation to arrays of a fixed shape. Wrap the environment "
-        "so that it shows a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple space."
-    )
 
+    name: str
+    options: Options = Options()
+    out_of_range: OutOfRange = "clip"
+    env_timeout: float | None = DEFAULT_TIMEOUT
 
-def reader(space: Any) -> Callable[[Any], PyTree]:
-    """A function that brings observations of a space, with any leading axes, into our form."""
-    if hasattr(space, "spaces"):
-        parts = sorted((str(k), k, reader(child)) for k, child in _children(space))
-        return lambda obs: {name: read(obs[k]) for name, k, read in parts}
-    dtype, start, num_axes = narrow(space.dtype), _start(space), len(space.shape)
-    shape = spaces.zeros(to_space(space)).shape
-    is_reshaped = shape != space.shape
+    source: ClassVar[str] = ""  # its prefix for make_env
 
-    def read(obs: Any) -> np.ndarray:
-        obs = np.asarray(obs)
-        if start is not None:
-            obs = obs - start
-        if obs.dtype != dtype:
-            obs = obs.astype(dtype)
-        return obs.reshape(*obs.shape[: obs.ndim - num_axes], *shape) if is_reshaped else obs
+    @classmethod
+    def from_options(cls, name: str, **options: Any) -> Self:
+        """For `Source.make`: options that are fields are settings, the others the environment's."""
+        own = {f.name for f in dataclasses.fields(cls)} - {"name", "options"}
+        settings = {k: options.pop(k) for k in own & options.keys()}
+        return cls(name, Options(options), **settings)
 
-    return read
+    @property
+    def arguments(self) -> tuple[str, dict[str, Any]] | None:
+        """(name, options) with which `make_env` makes it; None: it cannot."""
+        settings = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("name", "options") and getattr(self, f.name) != f.default
+        }
+        return f"{self.source}:{self.name}", {**settings, **self.options.as_dict()}
 
-
-def writer(space: Any) -> Callable[[PyTree], Any]:
-    """A function from checked actions, [B, ...], to new arrays such as the source wants them."""
-    if hasattr(space, "spaces"):
-        parts = [(k, writer(child)) for k, child in _children(space)]
-        if hasattr(space.spaces, "items"):
-            return lambda actions: {k: write(actions[str(k)]) for k, write in parts}
-        return lambda actions: tuple(write(actions[str(k)]) for k, write in parts)
-    start, dtype, shape = _start(space), space.dtype, space.shape
-
-    def write(actions: np.ndarray) -> np.ndarray:
-        # Always a copy: an environment that clips in place must not change what is stored.
-        actions = actions.astype(dtype)
-        if start is not None:
-            actions += start
-        return actions.reshape(len(actions), *shape)
-
-    return write
-
-
-def _children(space: Any) -> list[tuple[Any, Any]]:
-    """The named parts of a Dict, the numbered ones of a Tuple."""
-    parts = space.spaces
-    return list(parts.items() if hasattr(parts, "items") else enumerate(parts))
-
-
-def _start(space: Any) -> Any:
-    """Where the space's choices start to count; None: at 0, like ours."""
-    start = getattr(space, "start", None)
-    return start if start is not None and np.any(start) else None
+    def settings(self) -> dict[str, Any]:
+        """What a `VectorHostEnv` takes of it."""
+        return {"out_of_range": self.out_of_range, "env_timeout": self.env_timeout}
 
 
 class VectorHostEnv(HostEnv):
@@ -137,24 +95,31 @@ class VectorHostEnv(HostEnv):
         out_of_range: OutOfRange = "clip",
         env_timeout: float | None = DEFAULT_TIMEOUT,
     ):
-        self._envs = envs
-        self._mode = _autoreset_mode(envs, autoreset_mode)
+        mode = autoreset_mode or envs.metadata.get("autoreset_mode")
+        self._mode = getattr(mode, "value", mode)
+        if self._mode not in MODES:
+            raise ValueError(
+                f"The autoreset mode must be one of {', '.join(MODES)}, got {mode!r} for {envs}. "
+                'Set its metadata["autoreset_mode"], or pass autoreset_mode.'
+            )
+        self._envs, self.num_envs = envs, int(envs.num_envs)
         self._read = reader(envs.single_observation_space)
         self._write = writer(envs.single_action_space)
-        self.num_envs = int(envs.num_envs)
         self.observation_space = to_space(envs.single_observation_space)
         self.action_space = to_space(envs.single_action_space)
         self.resets_on_next_step = self._mode == "NextStep"
         self._check = action_checker(self.action_space, self.num_envs, out_of_range)
         self._deadline = Deadline(env_timeout, self._waiting_for)
         self._current = [-1]  # the environment that is being stepped, if there is one at a time
-        _check_members(envs, self._current)
+        if type(envs).__name__ == "SyncVectorEnv" and hasattr(envs, "envs"):
+            single = (e.env if isinstance(e, _Checked) else e for e in envs.envs)
+            envs.envs = [_Checked(e, i, self._current) for i, e in enumerate(single)]
         _warn_of_fork(envs)
         self._ended = np.zeros(self.num_envs, bool)
         self._all = np.ones(self.num_envs, bool)
         self._all.flags.writeable = False
         self._closed = False
-        _close_at_exit(self)
+        _open.add(self)
 
     def reset(self, seed: int) -> PyTree:
         """Start an episode in each environment: obs."""
@@ -171,10 +136,10 @@ class VectorHostEnv(HostEnv):
         actions = self._write(self._check(actions))
         with self._running():
             obs, reward, terminated, truncated, info = self._step_envs(actions)
-            obs = self._read(obs)
-            reward = self._numbers("reward", reward).astype(np.float32)
-            terminated = self._flags("terminated", terminated)
-            truncated = self._flags("truncated", truncated)
+            obs, shape = self._read(obs), (self.num_envs,)
+            reward = _array("reward", reward, shape).astype(np.float32)
+            terminated = _array("terminated", terminated, shape, is_flag=True)
+            truncated = _array("truncated", truncated, shape, is_flag=True)
             if self.resets_on_next_step:
                 return self._after_next_step(obs, reward, terminated, truncated)
             done = terminated | truncated
@@ -194,6 +159,10 @@ class VectorHostEnv(HostEnv):
             self._closed = True
             with self._deadline:
                 self._envs.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("The environments are closed. Make new ones: spec.make(num_envs).")
 
     @contextlib.contextmanager
     def _running(self) -> Any:
@@ -242,25 +211,6 @@ class VectorHostEnv(HostEnv):
         which = f"environment {', '.join(map(str, late))} of" if late else "one of"
         return f"{which} the {self.num_envs} environments of {self._envs}"
 
-    def _numbers(self, name: str, value: Any) -> np.ndarray:
-        array = np.asarray(value)
-        if array.shape != (self.num_envs,):
-            raise ValueError(
-                f"{name} must have shape ({self.num_envs},), one for each environment, got "
-                f"{array.shape}."
-            )
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"{name} must be numbers, got {array.dtype}: {value!r}.")
-        return array
-
-    def _flags(self, name: str, value: Any) -> np.ndarray:
-        array = self._numbers(name, value)
-        if array.dtype != bool:
-            if not ((array == 0) | (array == 1)).all():
-                raise TypeError(f"{name} must be True or False, got {value!r}.")
-            array = array.astype(bool)
-        return array
-
     def _after_next_step(
         self, obs: PyTree, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
     ) -> HostStep:
@@ -294,38 +244,16 @@ class VectorHostEnv(HostEnv):
 
         return jax.tree.map(merge, obs, fresh)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("The environments are closed. Make new ones: spec.make(num_envs).")
-
 
 _open: weakref.WeakSet[HostEnv] = weakref.WeakSet()
 
 
-def _close_at_exit(envs: HostEnv) -> None:
-    """Close what is still open before the interpreter ends: worker processes outlive it badly."""
-    if not _open:
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    _open.add(envs)
-
-
+@atexit.register
 def _close_all() -> None:
+    """Close what is still open before the interpreter ends: worker processes outlive it badly."""
     for envs in list(_open):
         with contextlib.suppress(Exception):
             envs.close()
-
-
-def _autoreset_mode(envs: Any, mode: Any) -> str:
-    if mode is None:
-        mode = envs.metadata.get("autoreset_mode")
-    mode = getattr(mode, "value", mode)
-    if mode not in MODES:
-        raise ValueError(
-            f"The autoreset mode must be one of {', '.join(MODES)}, got {mode!r} for {envs}. Set "
-            'its metadata["autoreset_mode"], or pass autoreset_mode.'
-        )
-    return mode
 
 
 def _warn_of_fork(envs: Any) -> None:
@@ -341,17 +269,21 @@ def _warn_of_fork(envs: Any) -> None:
         )
 
 
-def _check_members(envs: Any, current: list[int]) -> None:
-    """Check each environment of a `SyncVectorEnv`: its buffers would cast what they are given."""
-    if type(envs).__name__ == "SyncVectorEnv" and hasattr(envs, "envs"):
-        envs.envs = [
-            _Checked(e.env if isinstance(e, _Checked) else e, i, current)
-            for i, e in enumerate(envs.envs)
-        ]
+def _array(name: str, value: Any, shape: tuple[int, ...], *, is_flag: bool = False) -> np.ndarray:
+    """Rewards or flags as an array; what numpy would cast without a word is an error."""
+    array = np.asarray(value)
+    fits = array.shape == shape and array.dtype.kind in "biuf"
+    if fits and is_flag and array.dtype != bool:
+        fits, array = ((array == 0) | (array == 1)).all(), array.astype(bool)
+    if not fits:
+        each = f" for each of the {shape[0]} environments" if shape else ""
+        wanted = "True or False" if is_flag else "a number"
+        raise TypeError(f"{name} must be {wanted}{each}, got {value!r}.")
+    return array
 
 
 class _Checked:
-    """One Gymnasium environment whose rewards and flags are what they should be, or an error."""
+    """One environment of a `SyncVectorEnv`, whose buffers would cast what they are given."""
 
     def __init__(self, env: Any, index: int, current: list[int]):
         self.env, self._index, self._current = env, index, current
@@ -369,17 +301,13 @@ class _Checked:
         if not isinstance(out, tuple) or len(out) != 5:
             got = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
             raise TypeError(
-                f"step of {self.env} must return (obs, reward, terminated, truncated, info), got "
-                f"{got}."
+                f"step of {self.env} must return (obs, reward, terminated, truncated, info), "
+                f"got {got}."
             )
         _, reward, *flags, _ = out
         if type(reward) is not float:
-            kind = np.asarray(reward).dtype.kind
-            if np.ndim(reward) or kind not in "biuf":
-                raise TypeError(f"reward of {self.env} must be a number, got {reward!r}.")
+            _array(f"reward of {self.env}", reward, ())
         for name, flag in zip(("terminated", "truncated"), flags):
-            if not isinstance(flag, bool | np.bool_) and not (
-                np.ndim(flag) == 0 and np.asarray(flag).dtype.kind in "biu" and flag in (0, 1)
-            ):
-                raise TypeError(f"{name} of {self.env} must be True or False, got {flag!r}.")
+            if not isinstance(flag, bool | np.bool_):
+                _array(f"{name} of {self.env}", flag, (), is_flag=True)
         return out

@@ -101,7 +101,7 @@ def test_environments_made_alike_share_a_compilation():
     [
         (lambda s: (s, s, 1.0), TypeError, "got 3 values"),
         (lambda s: s, TypeError, "step must return"),
-        (lambda s: (s, s), TypeError, "must be a jaxroll.types.TimeStep"),
+        (lambda s: (s, s), TypeError, "or .state, jaxroll.types.TimeStep., got 2 values"),
         (lambda s: ({"a": s}, s, 1.0, True), ValueError, "state must have the same structure"),
         (lambda s: (s, s[None], 1.0, True), ValueError, "observation must have the same shape"),
     ],

@@ -14,8 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from jaxroll import spaces
 from jaxroll.envs import VectorHostEnv, from_gymnasium, make_env
-from jaxroll.envs.actions import action_checker
-from jaxroll.envs.vector import reader, to_space, writer
+from jaxroll.envs.translate import action_checker, reader, to_space, writer
 from tests.envs.scripted import ScriptedGym, ScriptedVector, hand_stepped
 
 MODES = ("SameStep", "NextStep", "Disabled")
@@ -176,11 +175,15 @@ def test_missing_final_observations_are_an_error():
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (1, np.array(["1", "2"]), "reward must be numbers"),
-        (1, np.zeros((2, 1)), r"reward must have shape \(2,\), one for each environment"),
-        (2, np.array([None, True]), "terminated must be numbers"),
+        (
+            1,
+            np.array(["1", "2"]),
+            "reward must be a number for each of the 2 environments, got array",
+        ),
+        (1, np.zeros((2, 1)), "reward must be a number for each"),
+        (2, np.array([None, True]), "terminated must be True or False for each of the 2"),
         (2, np.array([np.nan, 0]), "terminated must be True or False"),
-        (2, np.zeros(1, bool), r"terminated must have shape \(2,\).* got \(1,\)"),
+        (2, np.zeros(1, bool), "terminated must be True or False for each of the 2"),
         (3, [2, 0], "truncated must be True or False"),
     ],
 )

@@ -107,7 +107,11 @@ def test_an_unknown_option_is_an_error_with_near_matches():
         ("MemoryChain-bsuite", {"memory_length": 2.5}, "must be an integer, got 2.5"),
         ("PointRobot-misc", {"dense_reward": 1}, "must be True or False, got 1"),
         ("Acrobot-v1", {"available_torque": [1.0, 2.0]}, r"of shape \(3,\), got \[1.0, 2.0\]"),
-        ("Catch-bsuite", {"rows": 0}, "rows of Catch-bsuite must be at least 1"),
+        (
+            "Catch-bsuite",
+            {"rows": 0},
+            "Catch-bsuite cannot be made with rows=0: rows must be at least 1",
+        ),
         ("FrozenLake-misc", {"map_name": "9x9"}, "cannot be made with map_name='9x9': map_name"),
         ("FourRooms-misc", {"pos_fixed": [1]}, r"cannot be made with pos_fixed=\[1\]"),
     ],

@@ -18,7 +18,7 @@ def _own_registry(monkeypatch):
         ("CartPol-v1", "'CartPol-v1' is not an environment of gymnax. Did you mean 'CartPole-v1'"),
         ("cartpole", "Did you mean 'CartPole-v1'"),
         ("Breakout", "Did you mean 'Breakout-MinAtar'"),
-        ("gymnasium:Acrobat-v1", "not an environment of Gymnasium. Did you mean 'Acrobot-v1'"),
+        ("gymnasium:Acrobat-v1", "not an environment of gymnasium. Did you mean 'Acrobot-v1'"),
         ("gymnasum:CartPole-v1", "not a source of environments. Did you mean 'gymnasium'"),
         ("LunarLander-v3", r"Another source has it: make_env\('gymnasium:LunarLander-v3'\)"),
     ],
