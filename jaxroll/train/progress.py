@@ -7,7 +7,6 @@ prints to stdout stays clean. On several processes, `enabled` is for the first o
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import html
 import math
@@ -28,7 +27,7 @@ from jaxroll.train.text import format_clock, format_count, format_seconds, forma
 
 Mode = Literal["auto", "bar", "lines", "silent"]
 _STEPS = {"at_least": 0, "below": 2**63}
-_WINDOW = 20.0  # seconds over which the speed is measured
+_WINDOW = 10.0  # seconds over which the speed is averaged
 
 
 class Progress:
@@ -65,14 +64,15 @@ class Progress:
         check_choice("mode", mode, ("auto", "bar", "lines", "silent"))
         self.total_steps = check_count("total_steps", total_steps, **_STEPS)
         self.step = self.start = 0  # `begin` sets them after a resume
-        self.description = description
+        self.description, self.head = description, f"{description}: " if description else ""
         self.numbers: dict[str, str] = {}  # name → text, newest values
         self.current_status: str | None = None
+        self.rate: float | None = None  # steps per second, lately; None before it is known
         self._clock = clock
         self._began = self._status_since = clock()
         self._held: dict[str, float] = {}  # seconds under each status, which count for no speed
-        self._untimed = 0  # steps done under a status
-        self._samples = collections.deque([(0.0, 0)], maxlen=8192)  # (working seconds, step)
+        self._timed = 0  # steps done outside of any status
+        self._measured = (0.0, 0)  # working seconds and step up to which the rate is known
         self._view = _make_view(self, mode if enabled else "silent", file)
 
     def __enter__(self) -> Progress:
@@ -98,19 +98,20 @@ class Progress:
           **numbers: host numbers to show beside the bar. Arrays, such as one return for each
             seed, show as mean ± standard deviation; None and NaN leave the last value.
         """
-        step = check_count("step", step, **_STEPS)
         for name, value in numbers.items():
             if text := format_some(value):
                 label = name.replace("episode_", "").replace("_", " ")
                 self.numbers = {**self.numbers, label: text}  # a new one: the bar's thread reads it
-        done, self.step = step - self.step, step
-        held, seconds = self.current_status is not None, self._working_seconds()
-        if held and done:  # how long the steps themselves took is not known
-            self._untimed += done
-            self._samples.clear()
-        self._samples.append((seconds, self.step))
-        while len(self._samples) > 2 and seconds - self._samples[0][0] > _WINDOW:
-            self._samples.popleft()
+        done, self.step = check_count("step", step, **_STEPS) - self.step, step
+        now, (since, first) = self._working_seconds(), self._measured
+        if self.current_status is None:
+            self._timed += done
+            if step > first and now > since:
+                rate, old = (step - first) / (now - since), math.exp((since - now) / _WINDOW)
+                self.rate = rate if self.rate is None else rate + old * (self.rate - rate)
+                self._measured = now, step
+        elif done:  # how long the steps themselves took is not known
+            self._measured = now, step
         self._set_status(None)
 
     def begin(self, step: int, *, resumed: bool = False) -> None:
@@ -120,12 +121,9 @@ class Progress:
           step: where it begins.
           resumed: whether another process did the steps before it.
         """
-        self._untimed += int(step) - self.step
         self.step = int(step)
-        if resumed:
-            self.start, self._untimed = self.step, 0
-        self._samples.clear()
-        self._samples.append((self._working_seconds(), self.step))
+        self.start = self.step if resumed else self.start
+        self._measured = (self._working_seconds(), self.step)
         self._set_status(None)
 
     def status(self, text: str) -> contextlib.ExitStack:
@@ -161,53 +159,33 @@ class Progress:
         """Seconds since the start."""
         return self._clock() - self._began
 
-    def rate(self) -> float | None:
-        """Steps per second over the last seconds; None before it is known."""
-        samples = self._samples.copy()  # the bar's thread asks too
-        (t0, s0), (t1, s1) = samples[0], samples[-1]
-        return (s1 - s0) / (t1 - t0) if t1 > t0 and s1 > s0 else None
-
-    def parts(self) -> dict[str, str]:
-        """What to show, by name: description, percent, count, rate, left, numbers or status."""
-        count = f"{format_count(self.step)}/{format_count(self.total_steps)} steps"
-        percent = f"{math.floor(100 * self.fraction):3d}%"
-        parts = {"description": self.description, "percent": percent, "count": count}
-        status, since = self.current_status, self._status_since
+    def parts(self) -> list[str]:
+        """What to show, the most important first."""
+        parts = [f"{math.floor(100 * self.fraction)}%"]
+        status, since, rate = self.current_status, self._status_since, self.rate
         if status is not None:
-            parts["status"] = f"{status} {format_clock(self._clock() - since)}"
-        elif (rate := self.rate()) is not None:
-            # Between rare updates the time left goes on counting down.
-            since_update = self._working_seconds() - self._samples[-1][0]
-            left = (self.total_steps - self.step) / rate - since_update
-            parts["rate"] = f"{format_count(rate)} steps/s"
-            parts["left"] = f"{format_clock(max(0.0, left))} left"
-        for i, (name, text) in enumerate(self.numbers.items()):
-            parts[f"number{i or ''}"] = f"{name} {text}"
-        return parts
-
-    def line(self) -> str:
-        """The parts on one plain line."""
-        parts = self.parts()
-        head = parts.pop("description")
-        rest = "  ".join(part.strip() for part in parts.values())
-        return f"{head}: {rest}" if head else rest
+            parts.append(f"{status} {format_clock(self._clock() - since)}")
+        elif rate is not None:  # between rare updates the time left goes on counting down
+            left = (self.total_steps - self.step) / rate
+            left -= self._working_seconds() - self._measured[0]
+            parts.append(f"{format_clock(max(0.0, left))} left")
+        parts += [f"{name} {text}" for name, text in self.numbers.items()]
+        if status is None and rate is not None:
+            parts.append(f"{format_count(rate)} steps/s")
+        return [*parts, f"{format_count(self.step)}/{format_count(self.total_steps)} steps"]
 
     def final_line(self, failed: bool = False) -> str:
         """What stays at the end: steps, their time and speed, other times, newest numbers."""
-        count = f"{self.step:,} steps"
-        if failed or self.step < self.total_steps:
-            count = f"{self.step:,} of {self.total_steps:,} steps"
-        if failed:
-            count = f"stopped at {count}"
-        if self.start:
-            count += f" ({self.step - self.start:,} of them now)"
+        is_part = failed or self.step < self.total_steps
+        line = f"{self.head}{'stopped at ' if failed else ''}{self.step:,}"
+        line += f" of {self.total_steps:,} steps" if is_part else " steps"
+        line += f" ({self.step - self.start:,} of them now)" if self.start else ""
         seconds = self._working_seconds()
-        timed = self.step - self.start - self._untimed
-        rate = f" ({format_count(timed / seconds)} steps/s)" if timed > 0 and seconds > 0 else ""
-        head = f"{self.description}: " if self.description else ""
+        line += f" in {format_seconds(seconds)}"
+        if self._timed > 0 and seconds > 0:
+            line += f" ({format_count(self._timed / seconds)} steps/s)"
         others = [f"{s} {format_seconds(t)}" for s, t in self._held.items() if t >= 0.05]
-        others += [f"{name} {text}" for name, text in self.numbers.items()]
-        return ", ".join([f"{head}{count} in {format_seconds(seconds)}{rate}", *others])
+        return ", ".join([line, *others, *(f"{n} {text}" for n, text in self.numbers.items())])
 
     def _working_seconds(self) -> float:
         """Since the start, without what passed under a status."""
@@ -236,20 +214,18 @@ class _Lines(_Silent):
     """Plain lines: the first after 5 seconds, then every 5 to 60, rarer as the run gets longer."""
 
     def __init__(self, progress: Progress, stream: TextIO):
-        self._progress, self._stream = progress, stream
-        self._last, self._status = 0.0, None
+        self._progress, self._stream, self._last = progress, stream, 0.0
 
     def changed(self) -> None:
-        progress, before = self._progress, self._status
-        self._status, elapsed = progress.current_status, progress.elapsed
-        if self._status is not None and self._status != before and not progress.numbers:
-            head = f"{progress.description}: " if progress.description else ""
-            self.message(f"{head}{self._status} …")
-        elif self._status is not None or progress.step == progress.start:
+        progress, elapsed = self._progress, self._progress.elapsed
+        if progress.current_status is not None:
+            if not progress.numbers:
+                self.message(f"{progress.head}{progress.current_status} …")
+        elif progress.step == progress.start:
             return
         elif elapsed - self._last >= min(60.0, max(5.0, elapsed / 20)):
             self._last = elapsed
-            self.message(progress.line())
+            self.message(progress.head + "  ".join(progress.parts()))
 
     def message(self, text: str) -> None:
         # A log file that cannot be written to, or is closed, must not end the run.
@@ -265,39 +241,33 @@ class _Console(rich.console.Console):
         return False  # never hidden: then there is nothing to restore, not even after kill -9
 
 
-class _Texts(rich.progress.ProgressColumn):
-    """Those of the progress's texts that fit beside a bar: its description, or all others."""
+class _Parts(rich.progress.ProgressColumn):
+    """As many of the progress's parts as fit beside a short bar."""
 
-    def __init__(self, progress: Progress, console: rich.console.Console, description: bool):
+    def __init__(self, progress: Progress, console: rich.console.Console):
         super().__init__(rich.table.Column(no_wrap=True))
-        self._progress, self._console, self._description = progress, console, description
+        self._progress, self._console = progress, console
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
-        task.completed = self._progress.fraction
-        parts = self._progress.parts()
-        parts = {k: printable(part, self._console.file) for k, part in parts.items()}
-        numbers = [name for name in parts if name.startswith("number")]
-        dropped = [*reversed(numbers[1:]), "count", "rate", "description", "number", "left"]
-        while sum(len(part) + 2 for part in parts.values()) > self._console.width - 10 and dropped:
-            parts.pop(dropped.pop(0), None)
-        description = parts.pop("description", "")
-        if self._description:
-            return rich.text.Text(description, "bold")
-        return rich.text.Text("  ".join(parts.values()))
+        parts = [printable(part, self._console.file) for part in self._progress.parts()]
+        width = self._console.width - len(task.description) - 10
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        return rich.text.Text("  ".join(parts))
 
 
 class _Bar(_Silent):
     """One line at the bottom of a terminal; what is printed meanwhile appears above it."""
 
     def __init__(self, progress: Progress, stream: TextIO):
-        self._stream = stream
+        self._progress, self._stream = progress, stream
         self._console = _Console(
             file=stream, force_terminal=True, force_jupyter=False, highlight=False
         )
         self._bar = rich.progress.Progress(
-            _Texts(progress, self._console, description=True),
+            rich.progress.TextColumn("{task.description}", "bold", markup=False),
             rich.progress.BarColumn(None, complete_style="cyan", finished_style="cyan"),
-            _Texts(progress, self._console, description=False),
+            _Parts(progress, self._console),
             console=self._console,
             refresh_per_second=5,
             transient=True,
@@ -305,8 +275,12 @@ class _Bar(_Silent):
             redirect_stdout=_is_terminal(sys.stdout),
             redirect_stderr=_is_terminal(sys.stderr),
         )
-        self._bar.add_task("", total=1.0)
+        description = progress.description if self._console.width >= 60 else ""
+        self._task = self._bar.add_task(printable(description, stream), total=1.0)
         self.start = self._bar.start
+
+    def changed(self) -> None:
+        self._bar.update(self._task, completed=self._progress.fraction)
 
     def message(self, text: str) -> None:
         self._console.print(printable(text, self._stream), markup=False, soft_wrap=True)
@@ -325,8 +299,7 @@ class _Notebook(_Silent):
     """
 
     def __init__(self, progress: Progress):
-        self._progress, self._handle = progress, None
-        self._done = threading.Event()
+        self._progress, self._handle, self._done = progress, None, threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxroll-progress", daemon=True)
 
     def start(self) -> None:
@@ -350,17 +323,18 @@ class _Notebook(_Silent):
                 self._handle.update(self._bundle(), raw=True)
 
     def _bundle(self) -> dict[str, str]:
-        parts = self._progress.parts()
-        head = html.escape(parts.pop("description"))
-        rest = html.escape(" · ".join(part.strip() for part in parts.values()))
-        style = "font-variant-numeric: tabular-nums; white-space: nowrap"
+        head, parts = self._progress.description, self._progress.parts()
         bar = f'<progress value="{self._progress.fraction:.4f}" max="1"></progress>'
-        page = f'<div style="{style}"><b>{head}</b> {bar} {rest}</div>'
-        return {"text/plain": self._progress.line(), "text/html": page}
+        text = f"<b>{html.escape(head)}</b> {bar} {html.escape(' · '.join(parts))}"
+        style = "font-variant-numeric: tabular-nums; white-space: nowrap"
+        return {
+            "text/plain": self._progress.head + "  ".join(parts),
+            "text/html": f'<div style="{style}">{text}</div>',
+        }
 
 
 def _make_view(progress: Progress, mode: Mode, file: TextIO | None) -> _Silent:
-    notebook = file is None and _in_notebook()
+    notebook = file is None and rich.console.Console().is_jupyter
     # In a notebook stderr is shown like an error; plain lines belong to stdout there.
     stream = file if file is not None else sys.stdout if notebook else sys.stderr
     if mode == "silent" or stream is None:  # a process may have been started without a stderr
@@ -377,12 +351,3 @@ def _is_terminal(stream: Any) -> bool:
         return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     except (AttributeError, ValueError):  # none, or closed
         return False
-
-
-def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this code; a terminal IPython has no kernel."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython import get_ipython  # pyright: ignore[reportPrivateImportUsage]
-
-    return hasattr(get_ipython(), "kernel")
