@@ -98,6 +98,7 @@ def draw(env: Any, key: jax.Array) -> PyTree:
 
 
 MEMBERS = ("observation_space", "action_space", "reset", "step")
+MASK = "action_mask"  # the key of a dict observation: which actions are allowed
 
 
 def time_limit(env: Any) -> float | None:

@@ -12,10 +12,8 @@ import numpy as np
 
 from jaxroll import spaces
 from jaxroll.checks import check_count, check_seed
-from jaxroll.envs.base import Env, HostEnv, HostEnvSpec, HostStep, common_dtypes, describe
+from jaxroll.envs.base import MASK, Env, HostEnv, HostEnvSpec, HostStep, common_dtypes, describe
 from jaxroll.types import PyTree, TimeStep
-
-MASK = "action_mask"
 
 
 def check_env(env: Any, *, num_steps: int = 200, seed: int = 0) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,16 +17,17 @@ import numpy as np
 
 from jaxroll import spaces
 from jaxroll.checks import check_count, check_number
-from jaxroll.envs.base import Draws, draw, select, time_limit
+from jaxroll.envs.base import MASK, Draws, draw, select, time_limit
 from jaxroll.envs.make import as_device_env
 from jaxroll.types import Node, PyTree, TimeStep
-
-MASK = "action_mask"
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """An environment that passes everything on: the base to write wrappers from.
+    """The base to write wrappers from: it passes on whatever a subclass does not change.
+
+    Override `observation`, `action` or `reward` for what needs no memory and nothing random, or
+    else `reset` and `step`.
 
     Example, a wrapper that makes every step cost a little:
       >>> from jaxroll.envs import make_env
@@ -35,9 +35,8 @@ class Wrapper:
       ... class StepCost(Wrapper):
       ...     cost: float = 0.01
       ...
-      ...     def step(self, key, state, action):
-      ...         state, step = self.env.step(key, state, action)
-      ...         return state, step.replace(reward=step.reward - self.cost)
+      ...     def reward(self, reward):
+      ...         return reward - self.cost
       >>> StepCost(make_env("CartPole-v1")).action_space
       Discrete(n=2, dtype=dtype('int32'))
     """
@@ -67,13 +66,32 @@ class Wrapper:
         inner = time_limit(self.env)
         return inner if inner is None or _passes_truncated_on(self) else None
 
+    def observation(self, obs: PyTree) -> PyTree:
+        """What the policy sees for an observation of the environment."""
+        return obs
+
+    def action(self, action: PyTree) -> PyTree:
+        """What the environment gets for an action of the policy."""
+        return action
+
+    def reward(self, reward: jax.Array) -> jax.Array:
+        """What the learner gets for a reward of the environment."""
+        return reward
+
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Start an episode: (state, obs)."""
-        return self.env.reset(key)
+        state, obs = self.env.reset(key)
+        return state, self.observation(obs)
+
+    def draw(self, key: jax.Array) -> PyTree:
+        """The environment's own draws; the key itself for a subclass with a `step` of its own."""
+        return draw(self.env, key) if type(self).step is Wrapper.step else key
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
         """Take one step: (state, time step)."""
-        return self.env.step(key, state, action)
+        state, step = self.env.step(key, state, self.action(action))
+        obs, final_obs = self.observation(step.obs), self.observation(step.final_obs)
+        return state, step.replace(obs=obs, final_obs=final_obs, reward=self.reward(step.reward))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,21 +118,14 @@ def _passes_truncated_on(wrapper: Wrapper) -> bool:
     watched = _Watched(wrapper.env)
     probe, same = dataclasses.replace(wrapper, env=watched), []
 
-    def step(key: jax.Array) -> None:
+    def step() -> None:
+        key = jax.random.key(0)
         action = jax.tree.map(jnp.asarray, spaces.zeros(wrapper.action_space))
         truncated = probe.step(key, probe.reset(key)[0], action)[1].truncated
         same.append(len(watched.truncated) == 1 and truncated is watched.truncated[0])
 
-    jax.eval_shape(step, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(step)
     return same == [True]
-
-
-class _SameKey(Wrapper):
-    """A wrapper whose step hands its key on as it is."""
-
-    def draw(self, key: jax.Array) -> PyTree:
-        """The environment's own."""
-        return draw(self.env, key)
 
 
 class WrapperState(Node):
@@ -176,7 +187,7 @@ class TimeLimit(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlattenObservation(_SameKey):
+class FlattenObservation(Wrapper):
     """Observations as one float32 vector: a dict's parts in the order of its keys.
 
     Discrete observations become one-hot. A dict's "action_mask" is no observation: it stays, beside
@@ -195,36 +206,19 @@ class FlattenObservation(_SameKey):
         space = self.env.observation_space
         if isinstance(space, spaces.Box):
             low, high = (bound.ravel() for bound in space.bounds())
-            return spaces.Box.create(low, high, low.shape)
-        vector = spaces.Box.create(-np.inf, np.inf, (_flat_size(space),))
+            return spaces.Box(low, high, low.shape)
+        size = jax.eval_shape(functools.partial(_flatten, space), spaces.zeros(space)).size
+        vector = spaces.Box(-np.inf, np.inf, (size,))
         if isinstance(space, spaces.Dict) and MASK in space.spaces:
-            return spaces.Dict.create({MASK: space.spaces[MASK], "observation": vector})
+            return spaces.Dict({MASK: space.spaces[MASK], "observation": vector})
         return vector
 
-    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Start an episode."""
-        state, obs = self.env.reset(key)
-        return state, self._flat(obs)
-
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step."""
-        state, step = self.env.step(key, state, action)
-        obs, final_obs = self._flat(step.obs), self._flat(step.final_obs)
-        return state, step.replace(obs=obs, final_obs=final_obs)
-
-    def _flat(self, obs: PyTree) -> PyTree:
+    def observation(self, obs: PyTree) -> PyTree:
+        """The vector, beside the mask if there is one."""
         vector = _flatten(self.env.observation_space, obs)
         if isinstance(obs, dict) and MASK in obs:
             return {MASK: obs[MASK], "observation": vector}
         return vector
-
-
-def _flat_size(space: spaces.Space) -> int:
-    if isinstance(space, spaces.Dict):
-        return sum(_flat_size(child) for name, child in space.items if name != MASK)
-    if isinstance(space, spaces.Discrete):
-        return space.n
-    return math.prod(space.shape)
 
 
 def _flatten(space: spaces.Space, obs: PyTree) -> jax.Array:
@@ -237,7 +231,7 @@ def _flatten(space: spaces.Space, obs: PyTree) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class FrameStack(_SameKey):
+class FrameStack(Wrapper):
     """The last `num_frames` observations, along the last axis, the newest last.
 
     An episode starts with its first observation in every place. Images [H, W, C] become
@@ -265,7 +259,11 @@ class FrameStack(_SameKey):
                 "Use FlattenObservation first."
             )
         low, high = (np.concatenate([b] * self.num_frames, -1) for b in space.bounds())
-        return spaces.Box.create(low, high, low.shape, space.dtype)
+        return spaces.Box(low, high, low.shape, space.dtype)
+
+    def draw(self, key: jax.Array) -> PyTree:
+        """The environment's own."""
+        return draw(self.env, key)
 
     def reset(self, key: jax.Array) -> tuple[WrapperState, jax.Array]:
         """Start an episode."""
@@ -286,7 +284,7 @@ class FrameStack(_SameKey):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipAction(_SameKey):
+class ClipAction(Wrapper):
     """Any action is accepted; the environment receives the nearest within its bounds.
 
     The policy's own action is what is stored, so that its log-probability stays right.
@@ -302,16 +300,15 @@ class ClipAction(_SameKey):
     def action_space(self) -> spaces.Box:
         """The environment's shape, unbounded."""
         space = _bounded(self)
-        return spaces.Box.create(-np.inf, np.inf, space.shape, space.dtype)
+        return spaces.Box(-np.inf, np.inf, space.shape, space.dtype)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step with the clipped action."""
-        low, high = _bounded(self).bounds()
-        return self.env.step(key, state, jnp.clip(action, low, high).astype(action.dtype))
+    def action(self, action: jax.Array) -> jax.Array:
+        """The nearest within the bounds."""
+        return jnp.clip(action, *_bounded(self).bounds()).astype(action.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class RescaleAction(_SameKey):
+class RescaleAction(Wrapper):
     """Actions between `low` and `high` (−1 and 1), stretched to the environment's bounds.
 
     Example:
@@ -331,14 +328,14 @@ class RescaleAction(_SameKey):
     def action_space(self) -> spaces.Box:
         """The environment's shape, between `low` and `high`."""
         space = _bounded(self)
-        return spaces.Box.create(self.low, self.high, space.shape, space.dtype)
+        return spaces.Box(self.low, self.high, space.shape, space.dtype)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step with the stretched action."""
+    def action(self, action: jax.Array) -> jax.Array:
+        """The action, stretched."""
         low, high = _bounded(self).bounds()
         scale = ((high - low) / (self.high - self.low)).astype(action.dtype)
         stretched = (action - self.low) * scale + low.astype(action.dtype)
-        return self.env.step(key, state, jnp.clip(stretched, low, high).astype(action.dtype))
+        return jnp.clip(stretched, low, high).astype(action.dtype)
 
 
 def _check_low_high(low: float, high: float) -> None:
@@ -354,7 +351,7 @@ def _bounded(wrapper: Wrapper) -> spaces.Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleReward(_SameKey):
+class ScaleReward(Wrapper):
     """Rewards times `scale`."""
 
     scale: float
@@ -363,14 +360,13 @@ class ScaleReward(_SameKey):
         super().__post_init__()
         check_number("scale", self.scale)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step."""
-        state, step = self.env.step(key, state, action)
-        return state, step.replace(reward=step.reward * self.scale)
+    def reward(self, reward: jax.Array) -> jax.Array:
+        """The reward, scaled."""
+        return reward * self.scale
 
 
 @dataclasses.dataclass(frozen=True)
-class ClipReward(_SameKey):
+class ClipReward(Wrapper):
     """Rewards between `low` and `high`."""
 
     low: float = -1.0
@@ -380,7 +376,6 @@ class ClipReward(_SameKey):
         super().__post_init__()
         _check_low_high(self.low, self.high)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Take one step."""
-        state, step = self.env.step(key, state, action)
-        return state, step.replace(reward=jnp.clip(step.reward, self.low, self.high))
+    def reward(self, reward: jax.Array) -> jax.Array:
+        """The reward, clipped."""
+        return jnp.clip(reward, self.low, self.high)
