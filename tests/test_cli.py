@@ -520,7 +520,7 @@ def test_a_last_step_that_could_not_be_saved_is_said_and_code_1(run, capsys, tmp
     def fail(path, *args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(step_files, "write", fail)
+    monkeypatch.setattr(step_files, "write_shards", fail)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     argv = ["train", "--config", str(run), "--no-cache", "--out", str(tmp_path / "run")]
     assert main(argv) == 1

@@ -2,55 +2,47 @@
 
 A save copies the arrays and returns; a thread writes them, one save at a time. A save that fails is
 tried again, then warned of, and the program goes on. See `step_files` for what is on the disk.
-
-This uses orbax's `Checkpointer`, not its `CheckpointManager`, which (0.12.8) loses a save under way
-when the program ends, skips a step that is there already, damaged or not, counts damaged steps when
-it prunes, and deletes steps in place, so that a kill leaves half of one under its name.
 """
 
 from __future__ import annotations
 
-import errno
-import functools
-import itertools
+import atexit
 import math
 import os
-import re
 import shutil
 import threading
 import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxroll.checks import check_count, check_path
-from jaxroll.train import step_files
 from jaxroll.train.files import replace_file
 from jaxroll.train.step_files import (
+    DELETING,
     REPLACED,
+    RUN_ID,
+    STEP_NAME,
+    TAGS,
+    WRITING,
     CheckpointError,
     DamagedError,
-    MismatchError,
+    MismatchError as MismatchError,
     NoCheckpointError,
     Snapshot,
     find,
+    read,
     read_manifest,
-    remove,
+    run_in,
     take_snapshot,
     together,
     verify,
+    write_step,
 )
 from jaxroll.types import PyTree
 
-RUN_ID = "run_id"  # beside the steps: which run they are of
-DELETING, WRITING = ".deleting", ".orbax-checkpoint-tmp"
-_STEP = re.compile(r"\d{10,19}")
-_COUNTER = itertools.count()
 _UNDER_WAY: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -112,8 +104,6 @@ class Checkpointer:
         self._num_reported = 0
         self._damaged: set[int] = set()  # found by restore; they count for nothing when pruning
         self._run = ""
-        # The same on every process, since all make and use their checkpointers alike.
-        self._tags = (f"run/{i}/{n}" for i in [next(_COUNTER)] for n in itertools.count())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -146,10 +136,10 @@ class Checkpointer:
         self.wait()
         scores = {name: float(value) for name, value in (metrics or {}).items()}
         snapshot = take_snapshot(state, {} if config is None else config, step, scores)
-        _finish_before_the_end()
         _UNDER_WAY.add(self)
+        # No daemon: a program that ends waits for it.
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, next(self._tags)), name=f"save-{step}"
+            target=self._write, args=(snapshot, next(TAGS)), name=f"save-{step}"
         )
         self._thread.start()
 
@@ -207,8 +197,8 @@ class Checkpointer:
             self.errors.append(CheckpointError(text))
         if not self._run:
             steps = self.steps()
-            last: str = self._open(steps[-1])[1]["run"] if steps else ""
-            self._run = _run_in(self.directory) or last or uuid.uuid4().hex
+            last: str = read_manifest(find(self._path(steps[-1])))["run"] if steps else ""
+            self._run = run_in(self.directory) or last or uuid.uuid4().hex
         if not path.exists():
             replace_file(path, f"{self._run}\n".encode())
         return self._run
@@ -217,28 +207,25 @@ class Checkpointer:
         """Delete what need not stay. The successor is complete, so a kill loses nothing."""
         good = {step: x for step, x in self._scores().items() if step not in self._damaged}
         keep = {just_saved, *list(good)[-self._keep_latest :]}
-        keep.update(self._best(good)[: self._keep_best])
+        keep.update(_best(good)[: self._keep_best])
         for path in list(self.directory.iterdir()):
-            name, dot, ending = path.name.partition(".")
-            if not _STEP.fullmatch(name):
+            step, ending = self.directory / path.stem, path.suffix
+            if not STEP_NAME.fullmatch(step.name):
                 continue
-            if not ending and int(name) not in keep and self._is_ours(int(name)):
+            if ending == "" and int(step.name) not in keep and _may_be_deleted(step):
                 # Renamed first, so that no half of a step ever has its name.
-                remove(path.rename(path.with_name(name + DELETING)))
-            elif dot + ending in (DELETING, WRITING) or (
-                dot + ending == REPLACED and (self.directory / name).exists()
-            ):
-                remove(path)
-
-    def _is_ours(self, step: int) -> bool:
-        """Whether a step may be deleted: not if it is another run's, or in another format."""
-        try:
-            self._open(step)
-        except CheckpointError as error:
-            return isinstance(error, DamagedError | NoCheckpointError)
-        return True
+                shutil.rmtree(path.rename(step.with_name(step.name + DELETING)))
+            elif ending in (DELETING, WRITING) or (ending == REPLACED and step.exists()):
+                shutil.rmtree(path)
 
     # Reading.
+
+    def numbers(self) -> list[int]:
+        """The steps whose directory is there, damaged or not."""
+        if not self.directory.is_dir():
+            return []
+        names = {path.name.removesuffix(REPLACED) for path in self.directory.iterdir()}
+        return sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
 
     def steps(self) -> list[int]:
         """The steps whose manifest is right, oldest first; their files are verified on restore."""
@@ -250,7 +237,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best `metrics[best_key]` (the later one of equals), or None."""
-        return next(iter(self._best(self._scores())), None)
+        return next(iter(_best(self._scores())), None)
 
     def restore(
         self,
@@ -274,8 +261,8 @@ class Checkpointer:
             all); it goes before the shardings of `like`, and need not be what was saved with.
         """
         self.wait()
-        tag = next(self._tags)
-        chosen, damage = together(f"{tag}/choose", lambda: self._choose(step), primary_only=True)
+        tag = f"{next(TAGS)}/choose"
+        chosen, damage = together(tag, lambda: self._choose(step), primary_only=True)
         for number, problem in damage:
             self._damaged.add(number)
             warnings.warn(
@@ -283,9 +270,9 @@ class Checkpointer:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        path, body = self._open(chosen)
-        state = step_files.read(path, body, like, tag=tag, subtree=subtree, shardings=shardings)
-        metadata = {name: body[name] for name in body if name not in ("leaves", "files")}
+        path = find(self._path(chosen))
+        state, body = read(path, like, subtree=subtree, shardings=shardings)
+        metadata = {k: v for k, v in body.items() if k not in ("leaves", "files", "shards")}
         return Restored(chosen, state, metadata)
 
     def _choose(self, step: int | None) -> tuple[int, list[tuple[int, str]]]:
@@ -293,7 +280,7 @@ class Checkpointer:
         damage: list[tuple[int, str]] = []
         for number in reversed(self.numbers()) if step is None else [step]:
             try:
-                verify(*self._open(number))
+                verify(find(self._path(number)))
             except (DamagedError, NoCheckpointError) as error:
                 if step is not None:
                     raise
@@ -308,92 +295,34 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.directory / f"{step:010d}"
 
-    def _open(self, step: int) -> tuple[Path, dict[str, Any]]:
-        path = find(self._path(step))
-        body = read_manifest(path)
-        if body["step"] != step:
-            raise DamagedError(f"{path} says that it is step {body['step']}")
-        check_run(path, body)
-        return path, body
-
-    def numbers(self) -> list[int]:
-        """The steps whose directory is there, damaged or not."""
-        if not self.directory.is_dir():
-            return []
-        names = {path.name.removesuffix(REPLACED) for path in self.directory.iterdir()}
-        return sorted(int(name) for name in names if _STEP.fullmatch(name))
-
     def _scores(self) -> dict[int, float]:
         """Every step with a right manifest, oldest first, with its `best_key` metric or NaN."""
         scores: dict[int, float] = {}
         for number in self.numbers():
             try:
-                score = self._open(number)[1]["metrics"].get(self._best_key)
+                score = read_manifest(find(self._path(number)))["metrics"].get(self._best_key)
             except CheckpointError:
                 continue
             scores[number] = score if isinstance(score, float) else math.nan
         return scores
 
-    def _best(self, scores: dict[int, float]) -> list[int]:
-        """Steps from best to worst, without those that have no score."""
-        rated = [step for step, score in scores.items() if not math.isnan(score)]
-        return sorted(rated, key=lambda step: (scores[step], step), reverse=True)
+
+def _best(scores: dict[int, float]) -> list[int]:
+    """Steps from best to worst, without those that have no score."""
+    rated = [step for step, score in scores.items() if not math.isnan(score)]
+    return sorted(rated, key=lambda step: (scores[step], step), reverse=True)
 
 
-def write_step(directory: Path, snapshot: Snapshot, tag: str, run: Callable[[], str] = str) -> None:
-    """Write on all processes together; an older step of that name is kept aside as `.replaced`."""
-    old = directory.with_name(directory.name + REPLACED)
-
-    def prepare() -> None:
-        if directory.parent.is_file():  # for which mkdir only says that it exists
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory.parent))
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        snapshot.manifest["run"] = run()
-        if directory.exists():
-            remove(old)
-            directory.rename(old)
-
+def _may_be_deleted(path: Path) -> bool:
+    """Not if a step is another run's, in another format, or may not be read."""
     try:
-        together(f"{tag}/prepare", prepare, primary_only=True)
-        together(f"{tag}/write", lambda: step_files.write(directory, snapshot, f"{tag}/arrays"))
-        sync = functools.partial(step_files.sync_directory, directory.parent)
-        together(f"{tag}/sync", sync, primary_only=True)
-    except Exception as error:
-        if jax.process_index() == 0:  # a full disk needs the space
-            shutil.rmtree(directory.with_name(directory.name + WRITING), ignore_errors=True)
-        text = f"{type(error).__name__}: {error}"
-        parent = next((p for p in directory.absolute().parents if p.is_dir()), None)
-        if parent is not None and shutil.disk_usage(parent).free < 1 << 20:
-            text = f"the disk of {parent} is full ({text})"
-        text = f"could not save {directory}: {text.splitlines()[0][:500]}"
-        raise CheckpointError(text) from error
+        read_manifest(path)
+    except CheckpointError as error:
+        return isinstance(error, DamagedError | NoCheckpointError)
+    return True
 
 
-def _run_in(directory: Path) -> str:
-    """The run whose steps a directory holds; empty if it is not written there."""
-    try:
-        text = (directory / RUN_ID).read_text(encoding="utf-8", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    return text if re.fullmatch("[0-9a-f]{32}", text) else ""
-
-
-def check_run(path: Path, body: dict[str, Any]) -> None:
-    """Raise `MismatchError` if a step lies in the directory of another run."""
-    owner = _run_in(path.parent)
-    if owner and body["run"] != owner and _STEP.fullmatch(path.name.removesuffix(REPLACED)):
-        raise MismatchError(
-            f"{path} is a step of another run, {body['run'] or 'unnamed'}; the directory's "
-            f"{RUN_ID} names {owner}. Move the step elsewhere, and load it from there by its path."
-        )
-
-
-@functools.cache
-def _finish_before_the_end() -> None:
-    # When a program ends, Python first forbids new work in thread pools, which orbax needs, and
-    # only then waits for threads: a save under way would fail. Hooks run last in, first out; so
-    # with orbax (and its pools) imported first, this one waits before that.
-    import orbax.checkpoint  # noqa: F401
-
-    register = threading._register_atexit  # pyright: ignore[reportAttributeAccessIssue]
-    register(lambda: [checkpointer.wait() for checkpointer in list(_UNDER_WAY)])
+@atexit.register
+def _report() -> None:
+    for checkpointer in list(_UNDER_WAY):
+        checkpointer.wait()

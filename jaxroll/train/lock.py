@@ -50,26 +50,24 @@ class RunLock:
         """Take the lock; `LockedError` names who has it, `CheckpointError` why it cannot be had."""
         if self.is_held:
             return self
+        file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            owner = _owner(file)
+            if file >= 0:
+                os.close(file)
+            if isinstance(error, BlockingIOError):
+                raise LockedError(
+                    f"{self.path.parent} is in use by {owner}. Stop that process, or choose "
+                    "another directory."
+                ) from None
             raise CheckpointError(
                 f"cannot write to the run directory {self.path.parent}: {error}. "
                 "Choose another directory, or make it writable."
             ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = _owner(file)
-            os.close(file)
-            raise LockedError(
-                f"{self.path.parent} is in use by {owner}. Stop that process, or choose another "
-                "directory."
-            ) from None
-        except OSError as error:
-            os.close(file)
-            raise CheckpointError(f"cannot lock {self.path}: {error}") from error
         self._file = file
         _HELD.add(self)
         text = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
@@ -82,8 +80,7 @@ class RunLock:
     def renew(self) -> bool:
         """Take the lock again if its file was deleted; whether it was.
 
-        With the file goes the lock: another process may have taken the directory since, which is a
-        `LockedError`.
+        Another process may have taken the directory since, which is a `LockedError`.
         """
         if self._file is None:
             return False
@@ -97,13 +94,16 @@ class RunLock:
     def release(self) -> None:
         """Give the lock back. The file stays: deleted, it could be locked twice, as two files."""
         if self._file is not None:
-            file, self._file = self._file, None
             with contextlib.suppress(OSError):
-                os.ftruncate(file, 0)
-            os.close(file)
+                os.ftruncate(self._file, 0)
+            self._close()
 
-    def __enter__(self) -> RunLock:
-        return self.acquire()
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    __enter__ = acquire
 
     def __exit__(self, *exc: Any) -> None:
         self.release()
@@ -117,12 +117,5 @@ def _owner(file: int) -> str:
         return "another process"
 
 
-def _let_go_in_child() -> None:
-    # A forked environment worker that outlives its parent must not keep the run locked.
-    for lock in list(_HELD):
-        if lock._file is not None:
-            os.close(lock._file)
-            lock._file = None
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+# A forked environment worker that outlives its parent must not keep the run locked.
+os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(_HELD)])

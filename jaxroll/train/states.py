@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from pathlib import Path
@@ -13,23 +12,21 @@ import numpy as np
 
 from jaxroll.agents.states import check_state
 from jaxroll.checks import check_flag, check_path
-from jaxroll.train.checkpoint import Checkpointer, check_run, write_step
+from jaxroll.train.checkpoint import Checkpointer
 from jaxroll.train.programs import make_program
 from jaxroll.train.step_files import (
     MANIFEST,
-    REPLACED,
+    TAGS,
     NoCheckpointError,
     find,
     read,
-    read_manifest,
-    remove,
     take_snapshot,
     together,
     verify,
+    write_step,
 )
 from jaxroll.types import PyTree
 
-_TAGS = (f"single/{n}" for n in itertools.count())  # the same on every process
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
 
 
@@ -142,7 +139,7 @@ def save_pytree(
     """
     path = check_path("path", path)
     check_flag("overwrite", overwrite)
-    tag = next(_TAGS)
+    tag = next(TAGS)
 
     def check() -> None:
         if path.exists() and not overwrite:
@@ -152,8 +149,6 @@ def save_pytree(
 
     together(f"{tag}/check", check, primary_only=True)
     write_step(path, take_snapshot(tree, {} if metadata is None else metadata), tag)
-    old = path.with_name(path.name + REPLACED)
-    together(f"{tag}/clean", lambda: remove(old), primary_only=True)
 
 
 def load_pytree(
@@ -175,9 +170,6 @@ def load_pytree(
     if not (path / MANIFEST).is_file() and (run := Checkpointer(path)).numbers():
         restored = run.restore(like, subtree=subtree, shardings=shardings)
         return restored.state, restored.metadata["config"]
-    tag = next(_TAGS)
-    together(f"{tag}/verify", lambda: verify(path, read_manifest(path)), primary_only=True)
-    body = read_manifest(path)
-    check_run(path, body)
-    tree = read(path, body, like, tag=tag, subtree=subtree, shardings=shardings)
+    together(next(TAGS), lambda: verify(path), primary_only=True)
+    tree, body = read(path, like, subtree=subtree, shardings=shardings)
     return tree, body["config"]

@@ -199,10 +199,11 @@ def test_manifest_cannot_name_files_outside_of_its_step(run, name):
         Checkpointer(run).restore(state_of(0), step=30)
 
 
-@pytest.mark.parametrize("link", ["d/link", "link"])
-def test_links_in_a_step_are_refused(run, link):
-    os.symlink("/etc/passwd", run / "0000000030" / link)
-    with pytest.raises(DamagedError, match="neither file nor directory"):
+def test_links_in_a_step_are_refused(run):
+    path = run / "0000000030" / "arrays.0"
+    path.rename(run / "elsewhere")
+    os.symlink(run / "elsewhere", path)
+    with pytest.raises(DamagedError, match=r"arrays\.0 is no regular file"):
         Checkpointer(run).restore(state_of(0), step=30)
 
 
@@ -215,6 +216,15 @@ def test_links_in_a_step_are_refused(run, link):
         lambda body: body.pop("config"),
         lambda body: body["files"].update(dict.fromkeys(body["files"], 3)),
         lambda body: body["files"].update({name: {} for name in body["files"]}),
+        lambda body: body["shards"].pop(),
+        lambda body: body["shards"][0].pop(),
+        lambda body: body["shards"][0].__setitem__(1, "../secret"),
+        lambda body: body["shards"][0].__setitem__(2, -1),
+        lambda body: body["shards"][0].__setitem__(3, 1 << 60),
+        lambda body: body["shards"][-1].__setitem__(4, [16, 0]),
+        lambda body: body["shards"][-1].__setitem__(4, [0.0, 0.0]),
+        lambda body: body["shards"][-1].__setitem__(5, [8, 16]),
+        lambda body: body["shards"].append(body["shards"][0]),
     ],
 )
 def test_malformed_manifest_is_damage_not_a_crash(run, change):
@@ -236,13 +246,14 @@ def test_manifest_that_lies_about_a_dtype_is_caught(run):
 
     rewrite(run / "0000000030", lie)
     like = {**state_of(0), "w": jnp.zeros((16, 8), jnp.float16)}
-    with pytest.raises(DamagedError, match="not what its manifest says"):
+    with pytest.raises(DamagedError, match="cannot reshape array of size 256"):
         Checkpointer(run).restore(like, step=30)
 
 
-def test_newer_format_is_refused_and_never_pruned(run):
-    rewrite(run / "0000000010", lambda body: body.update(format_version=99))
-    with pytest.raises(CheckpointError, match="has format 99"):
+@pytest.mark.parametrize("version", [2, 99])
+def test_another_format_is_refused_and_never_pruned(run, version):
+    rewrite(run / "0000000010", lambda body: body.update(format_version=version))
+    with pytest.raises(CheckpointError, match=f"has format {version}, written by jaxroll"):
         Checkpointer(run).restore(state_of(0), step=10)
     with Checkpointer(run, keep_latest=1) as checkpointer:
         checkpointer.save(40, state_of(40))
@@ -259,13 +270,11 @@ def test_single_tree_is_verified(tmp_path):
 
 def test_array_larger_than_the_manifest_says_is_refused_before_it_is_read(run, monkeypatch):
     # A resealed file of a few kB could otherwise take gigabytes.
-    import orbax.checkpoint as ocp
-
     with Checkpointer(run) as checkpointer:
         checkpointer.save(40, {"w": np.zeros(1 << 20, np.float32)})
     rewrite(run / "0000000040", lambda body: body["leaves"].update(w="float32[3]"))
-    monkeypatch.setattr(ocp.Checkpointer, "restore", lambda *a, **k: pytest.fail("was read"))
-    with pytest.raises(DamagedError, match="not what its manifest says"):
+    monkeypatch.setattr(step_files, "_assemble", lambda *a, **k: pytest.fail("was read"))
+    with pytest.raises(DamagedError, match="w is not what its manifest says"):
         checkpointer.restore({"w": np.zeros(3, np.float32)}, step=40)
 
 
@@ -290,7 +299,7 @@ def test_step_of_another_run_is_refused_and_never_pruned(run, tmp_path):
     assert equal(load_pytree(moved, state_of(0))[0], state_of(40))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "d"])
+@pytest.mark.parametrize("name", ["manifest.json", "arrays.0"])
 def test_what_may_not_be_read_is_not_called_damaged(run, monkeypatch, name):
     opened = Path.open
 

@@ -115,12 +115,12 @@ def update(state):  # an all-reduce in every step, while saves are under way
 state = jax.jit(init, out_shardings=specs)()
 host = np.arange(3)
 if mode == "fail" and rank == 1:  # one process cannot write, once
-    original = step_files.write
-    def write(*args):
-        step_files.write = original
+    original = step_files.write_shards
+    def write_shards(*args):
+        step_files.write_shards = original
         original(*args)
         raise OSError("no space left for process 1")
-    step_files.write = write
+    step_files.write_shards = write_shards
 with Checkpointer(directory, keep_latest=2, retry_seconds=0.0) as checkpointer:
     for step in range(5):
         checkpointer.save(step, {**state, "host": host}, config={"step": step})
