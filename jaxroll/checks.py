@@ -242,8 +242,8 @@ def check_dtype(name: str, value: Any, choices: Sequence[str]) -> str:
     return found
 
 
-def check_divides(name: str, value: int, total: int, what: str) -> None:
-    """Raise unless value divides total, with the divisors to choose from.
+def check_divides(name: str, value: Any, total: int, what: str) -> int:
+    """A count that divides the total, called `what` in the error.
 
     Example:
       >>> check_divides("num_mini_batch", 7, 32 * 8, "num_steps * num_envs = 32 * 8")
@@ -251,10 +251,11 @@ def check_divides(name: str, value: int, total: int, what: str) -> None:
         ...
       ValueError: num_mini_batch must divide num_steps * num_envs = 32 * 8 = 256, got 7. Use 8.
     """
-    if value < 1 or total % value:
-        near = min(divisors(total), key=lambda n: abs(n - value))
-        shown = what if what.endswith(f"= {total}") else f"{what} = {total}"
-        raise ValueError(f"{name} must divide {shown}, got {value}. Use {near}.")
+    number = check_count(name, value)
+    if total % number:
+        near = min(divisors(total), key=lambda n: abs(n - number))
+        raise ValueError(f"{name} must divide {what} = {total}, got {number}. Use {near}.")
+    return number
 
 
 def divisors(number: int) -> list[int]:

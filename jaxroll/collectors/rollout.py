@@ -182,7 +182,7 @@ def collect(
     length = num_steps
     if sequence_length is not None:
         length = check_count("sequence_length", sequence_length)
-        check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
+        check_divides("sequence_length", length, num_steps, "num_steps")
     if max_truncations is not None:
         max_truncations = check_count("max_truncations", max_truncations, at_least=0)
     check_flag("bootstrap", bootstrap)

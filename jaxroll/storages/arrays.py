@@ -12,38 +12,41 @@ from jaxroll.checks import check_array, check_number
 from jaxroll.types import Array, PyTree, Transition, as_leaf, path_name
 from jaxroll.varying import vary_as
 
+_FLAGS = ("terminated", "truncated", "is_first", "valid")
+_ONE_PER_STEP = (*_FLAGS, "reward", "value", "bootstrap_value", "log_prob")
+
 
 def check_example(example: Transition) -> int:
     """B, after checking that one step has leaves [B, ...], and [B] where one number is meant."""
     if not isinstance(example, Transition):
         raise TypeError(
-            f"example must be a jaxroll.Transition with leaves [B, ...], got "
-            f"{type(example).__name__}. Write Transition(obs=..., action=..., reward=..., "
-            "terminated=..., value=...); put anything else into extras."
+            "example must be a jaxroll.Transition with leaves [B, ...], got "
+            f"{type(example).__name__}. Put what has no field of its own into extras."
         )
-    leaves = jax.tree.leaves_with_path(example)
-    shapes = {path_name(path): np.shape(check_array(path_name(path), x)) for path, x in leaves}
-    batch = {shape[:1] for shape in shapes.values()}
+    named = ((path_name(path), x) for path, x in jax.tree.leaves_with_path(example))
+    leaves = {name: check_array(name, x) for name, x in named}
+    batch = {x.shape[:1] for x in leaves.values()}
     if len(batch) != 1 or batch == {()}:
-        shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        shown = ", ".join(f"{name} {list(x.shape)}" for name, x in leaves.items())
         raise ValueError(
             f"every leaf of the example must start with the same axis B, got {shown}. "
             "Write x[None] for a single environment."
         )
     (num_envs,) = batch.pop()
-    flags = ("terminated", "truncated", "is_first", "valid")
-    for field in (*flags, "reward", "value", "bootstrap_value", "log_prob"):
-        for x in jax.tree.leaves(getattr(example, field)):
-            if np.shape(x) != (num_envs,):
-                raise ValueError(
-                    f"{field} must have the shape [B] = [{num_envs}], got {list(np.shape(x))}. "
-                    "Give several rewards or values as dicts of streams."
-                )
-            if field in flags and jnp.result_type(x) != np.bool_:
-                raise TypeError(
-                    f"{field} must be bool, got {jnp.result_type(x)}. Use {field}.astype(bool)."
-                )
+    for name, x in leaves.items():
+        field = name.partition(".")[0]
+        if field in _ONE_PER_STEP:
+            check_array(name, x, (num_envs,), " = [B] (or be a dict of such streams)")
+        if field in _FLAGS and x.dtype != np.bool_:
+            raise TypeError(f"{name} must be bool, got {x.dtype}. Use {name}.astype(bool).")
     return num_envs
+
+
+def check_streams(name: str, tree: PyTree, value: PyTree) -> None:
+    """Raise unless `tree` is a dict of the same streams as `value`, or single as it is."""
+    if jax.tree.structure(tree) != jax.tree.structure(value):
+        want, got = (sorted(x) if isinstance(x, dict) else "a single one" for x in (value, tree))
+        raise ValueError(f"{name} must have the streams of value, {want}, got {got}.")
 
 
 def allocate(example: PyTree, size: int) -> PyTree:
@@ -78,54 +81,41 @@ def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...
       leading: axes that `got` has in front.
     """
     if jax.tree.structure(got) != jax.tree.structure(expected):
+        want, given = (
+            ", ".join(path_name(path) or type(x).__name__ for path, x in leaves)
+            for leaves in map(jax.tree.leaves_with_path, (expected, got))
+        )
         raise ValueError(
             f"{what} must have the structure of the example given to create.\n"
-            f"  created with: {_names(expected)}\n  got:          {_names(got)}\n"
+            f"  created with: {want}\n  got:          {given}\n"
             "Leave out of both, or give to both, the fields that differ."
         )
 
     def convert(path: Any, like: Any, x: Any) -> jax.Array:
-        name, shape = path_name(path), (*leading, *like.shape)
-        x = jnp.asarray(check_array(f"{what}: {name}", x))
-        if x.shape != shape:
-            raise ValueError(
-                f"{what}: {name} must have the shape {list(shape)}, got {list(x.shape)}."
-            )
+        name = f"{what}: {path_name(path)}"
+        x = jnp.asarray(check_array(name, x, (*leading, *like.shape)))
         if x.dtype != like.dtype:
             raise TypeError(
-                f"{what}: {name} must be {like.dtype} as in the example given to create, got "
-                f"{x.dtype}. Use .astype({str(like.dtype)!r}), or create from an example of "
-                f"{x.dtype}."
+                f"{name} must be {like.dtype} as in the example given to create, got {x.dtype}. "
+                f"Use .astype({str(like.dtype)!r}), or create from an example of {x.dtype}."
             )
         return x
 
     return jax.tree_util.tree_map_with_path(convert, expected, got)
 
 
-def _names(tree: PyTree) -> str:
-    leaves = jax.tree.leaves_with_path(tree)
-    return ", ".join(path_name(path) or type(x).__name__ for path, x in leaves)
-
-
 def as_parameter(name: str, value: PyTree, like: PyTree, rule: str | None = None) -> PyTree:
     """A hyperparameter as leaves like the old ones; one number serves all streams of a dict."""
+    if like is None and value is not None:
+        raise ValueError(f"this storage was created without {name}. Give {name} to create.")
     if isinstance(like, dict):
         each = value if isinstance(value, dict) else dict.fromkeys(like, value)
-        if each.keys() != like.keys():
-            raise ValueError(f"{name} must have the streams {sorted(like)}, got {sorted(each)}.")
+        check_streams(name, each, like)
         return {s: as_parameter(f"{name}[{s!r}]", each[s], like[s], rule) for s in like}
-    if like is None and value is not None:
-        raise ValueError(
-            f"this storage was created without {name}, and its structure never changes. "
-            f"Give {name} to create."
-        )
-    if isinstance(value, dict):
-        raise ValueError(
-            f"{name} must be a single number, as value is a single array, got a dict of "
-            f"{sorted(value)}."
-        )
     if like is None or not hasattr(like, "dtype") or isinstance(value, jax.ShapeDtypeStruct):
         return value  # axes of a vmap, shardings, shapes
+    if isinstance(value, dict):
+        check_streams(name, value, like)
     if like.dtype != np.bool_:
         check_number(name, value, rule, shape=np.shape(like))
     elif getattr(value, "dtype", type(value)) not in (bool, np.bool_):

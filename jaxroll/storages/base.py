@@ -123,16 +123,11 @@ class Storage(Node, abc.ABC):
         """
         if num_steps is not None:
             options = {"num_steps": num_steps, **options}
-        known: list[str] = []
-        for kind in cls.__mro__:  # `create(example, **options)` hands the rest to its base
-            if "create" in kind.__dict__:
-                parameters = list(inspect.signature(kind.create).parameters.values())[1:]
-                known += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-                if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-                    break
+        parameters = inspect.signature(cls.create).parameters
+        known = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
         for name in options:
-            if name not in known:
-                raise TypeError(unknown_name("option", name, dict.fromkeys(known), cls.__name__))
+            if name not in known and len(known) == len(parameters) - 1:
+                raise TypeError(unknown_name("option", name, known, cls.__name__))
         return StorageFactory(cls, options)
 
     def insert_transition(self, sample: Any) -> Self:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
 
-from jaxroll.storages.arrays import check_example
+from jaxroll.checks import check_array
 from jaxroll.storages.rollout import RolloutStorage
 from jaxroll.types import Minibatch, Targets, Transition
 
@@ -27,23 +27,19 @@ class DecoupledRolloutStorage(RolloutStorage, kw_only=True):
       True
     """
 
-    @classmethod
-    def create(cls, example: Transition, num_steps: int, **options: Any) -> Self:
-        """As `RolloutStorage.create`; the example has extras["adv_pred"] [B]."""
-        num_envs = check_example(example)
+    @staticmethod
+    def check_example(example: Transition) -> None:
+        """As of `RolloutStorage`; the example has extras["adv_pred"] [B]."""
+        RolloutStorage.check_example(example)
         extras = example.extras
         if not isinstance(extras, dict) or "adv_pred" not in extras:
             got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
             raise ValueError(
-                f'a DecoupledRolloutStorage needs extras["adv_pred"], the predicted advantage [B], '
-                f'got extras {got}. Write Transition(..., extras={{"adv_pred": ...}}).'
+                f'the example needs extras["adv_pred"], the predicted advantage [B], got extras '
+                f'{got}. Write Transition(..., extras={{"adv_pred": ...}}).'
             )
-        shape = np.shape(extras["adv_pred"])
-        if shape != (num_envs,):
-            raise ValueError(
-                f'extras["adv_pred"] must have the shape [B] = [{num_envs}], got {list(shape)}.'
-            )
-        return super().create(example, num_steps, **options)
+        name, shape = 'extras["adv_pred"]', np.shape(example.terminated)
+        check_array(name, extras["adv_pred"], shape, " = [B]")
 
     def policy_rows(self) -> Self:
         """For the policy's epochs: observations, actions, log-probabilities, advantages."""

@@ -10,7 +10,7 @@ is chunk c of L steps of environment b, number c·B + b; an environment is a seq
 from __future__ import annotations
 
 import functools
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -86,38 +86,33 @@ def plan(
       >>> p.indices.shape, sorted(p.indices.ravel().tolist())
       ((2, 4), [0, 1, 2, 3, 4, 5, 6, 7])
     """
-    if check_flag("shuffle", shuffle):
-        if key is None:
-            raise ValueError(
-                "shuffle=True needs a key, got None. Give jax.random.key(0), or shuffle=False."
-            )
-        if isinstance(key, int):
-            raise TypeError(
-                f"the key comes first, got key={key}. Write (jax.random.key(0), "
-                f"num_mini_batch={key})."
-            )
-        check_key("key", key)
+    if isinstance(key, int):
+        raise TypeError(
+            f"the key comes first, got key={key}. Write (jax.random.key(0), num_mini_batch={key})."
+        )
+    if check_flag("shuffle", shuffle) and key is None:
+        raise ValueError(
+            "shuffle=True needs a key, got None. Give jax.random.key(0), or shuffle=False."
+        )
     length = _length(by, num_steps, sequence_length)
-    total = num_steps * num_envs if length is None else (num_steps // length) * num_envs
-    what = f"num_steps * num_envs = {num_steps} * {num_envs}"
-    if length is not None:
-        what = f"num_steps / {length} * num_envs = {num_steps // length} * {num_envs}"
+    chunks = num_steps // (length or 1)
+    total = chunks * num_envs
+    what = f"num_steps{f' / {length}' if length else ''} * num_envs = {chunks} * {num_envs}"
     count, size = _sizes(total, what, num_mini_batch, mini_batch_size, remainder)
     num_epochs = check_count("num_epochs", num_epochs)
     if shuffle:
-        keys = jax.random.split(cast(jax.Array, key), num_epochs)
+        keys = jax.random.split(check_key("key", key), num_epochs)
         order = jax.vmap(lambda k: permutation(k, total))(keys)
     else:
         order = np.broadcast_to(np.arange(total, dtype=np.int32), (num_epochs, total))
     used = count * size
-    weights = np.ones((num_epochs, used), np.float32)
+    weights = np.broadcast_to(np.arange(used) < total, (num_epochs, used)).astype(np.float32)
     if used > total:
         pad = jnp.pad if shuffle else np.pad  # what is known needs no program
         order = pad(order, ((0, 0), (0, used - total)))
-        weights[:, total:] = 0
     return MinibatchPlan(
-        indices=jnp.asarray(order[:, :used].reshape(num_epochs * count, size)),
-        weights=jnp.asarray(weights.reshape(num_epochs * count, size)),
+        indices=jnp.asarray(order[:, :used].reshape(-1, size)),
+        weights=jnp.asarray(weights.reshape(-1, size)),
         sequence_length=length,
     )
 
@@ -162,10 +157,8 @@ def permutation(key: jax.Array, n: int) -> Array:
     """A random permutation of 0 … n − 1.
 
     A power of two of at least 256 is shuffled by a Feistel network of 12 rounds: arithmetic on each
-    index alone, no sort, and always a true permutation, by construction. It is pseudo-random (384
-    of the key's bits pick it, so not each of the n! can come); tests compare where elements, pairs
-    and neighbours land with chance. Any other n is left to
-    `jax.random.permutation`.
+    index alone, no sort, and a permutation by construction. It is pseudo-random: 384 of the key's
+    bits pick it, so not each of the n! can come. Any other n is left to `jax.random.permutation`.
 
     Args:
       key: a PRNG key.
@@ -205,27 +198,24 @@ def _mixed(x: Array, secret: Array) -> Array:
 
 
 def _length(by: By, num_steps: int, sequence_length: int | None) -> int | None:
+    """How many steps a row has; None: it is a single one."""
     check_choice("by", by, get_args(By))
-    if by == "environment":
-        if sequence_length not in (None, num_steps):
-            raise ValueError(
-                f'by="environment" takes whole rollouts of {num_steps} steps, got sequence_length='
-                f'{sequence_length}. Use by="sequence".'
-            )
-        return num_steps
-    if by == "sequence":
-        if sequence_length is None:
-            raise ValueError(
-                'by="sequence" needs sequence_length. Use by="environment" for whole rollouts.'
-            )
-        sequence_length = check_count("sequence_length", sequence_length)
-        check_divides("sequence_length", sequence_length, num_steps, f"num_steps = {num_steps}")
-        return sequence_length
-    if sequence_length is not None:
+    if by == "sequence" and sequence_length is None:
+        raise ValueError(
+            'by="sequence" needs sequence_length. Use by="environment" for whole rollouts.'
+        )
+    if by == "step" and sequence_length is not None:
         raise ValueError(
             f'by="step" has no sequence_length, got {sequence_length}. Use by="sequence".'
         )
-    return None
+    if by == "environment" and sequence_length not in (None, num_steps):
+        raise ValueError(
+            f'by="environment" takes whole rollouts of {num_steps} steps, got sequence_length='
+            f'{sequence_length}. Use by="sequence".'
+        )
+    if by == "sequence":
+        return check_divides("sequence_length", sequence_length, num_steps, "num_steps")
+    return num_steps if by == "environment" else None
 
 
 def _sizes(
@@ -234,36 +224,35 @@ def _sizes(
     """(minibatches, rows each); raises when they do not fit and the remainder is an error."""
     check_choice("remainder", remainder, get_args(Remainder))
     both = {"num_mini_batch": count, "mini_batch_size": size}
-    given = {name: check_count(name, n) for name, n in both.items() if n is not None}
-    given = given or {"num_mini_batch": 1}
-    for name, n in given.items():
+    given = [(name, check_count(name, n)) for name, n in both.items() if n is not None]
+    for name, n in given:
         if n > total:
             raise ValueError(f"{name} must be between 1 and {what} = {total}, got {n}.")
+    name, n = given[0] if given else ("num_mini_batch", 1)
     if len(given) == 2:
-        count, size = given.values()
-        fits = {
-            "error": count * size == total,
-            "drop": count * size <= total,
-            "pad": total <= count * size < total + size,
-        }[remainder]
-        if not fits:
-            raise ValueError(
-                f"num_mini_batch * mini_batch_size = {count} * {size} = {count * size} does not "
-                f'fit {what} = {total} with remainder="{remainder}". Give only one of the two.'
-            )
+        count, size = n, given[1][1]
+    else:
+        other = total // n if remainder == "drop" else -(-total // n)
+        count, size = (n, other) if name == "num_mini_batch" else (other, n)
+    used = count * size
+    fits = {
+        "error": used == total,
+        "drop": used <= total,
+        "pad": total <= used < total + size,
+    }
+    if fits[remainder]:
         return count, size
-    ((name, n),) = given.items()
-    if total % n and remainder == "error":
+    if len(given) == 2:
+        raise ValueError(
+            f"num_mini_batch * mini_batch_size = {count} * {size} = {used} does not fit {what} = "
+            f'{total} with remainder="{remainder}". Give only one of the two.'
+        )
+    if remainder == "error":
         near = min(divisors(total), key=lambda d: (abs(d - n), -d))
         raise ValueError(
             f'{name} must divide {what} = {total}, got {n}. Use {near}, or remainder="drop".'
         )
-    other = total // n if remainder == "drop" else -(-total // n)
-    if name == "mini_batch_size":
-        return other, n
-    if (n - 1) * other >= total:
-        raise ValueError(
-            f"num_mini_batch = {n} minibatches of {other} rows leave some with nothing but "
-            f"padding, since {what} = {total}. Use {-(-total // other)}."
-        )
-    return n, other
+    raise ValueError(
+        f"num_mini_batch = {n} minibatches of {size} rows leave some with nothing but padding, "
+        f"since {what} = {total}. Use {-(-total // size)}."
+    )

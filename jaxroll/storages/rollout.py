@@ -19,6 +19,7 @@ from jaxroll.storages.arrays import (
     check_example,
     check_finite,
     check_like,
+    check_streams,
     row_like,
     vary_leaves,
 )
@@ -98,29 +99,14 @@ class RolloutStorage(Storage, kw_only=True):
             sequences that start with it. None: a feed-forward policy.
           sequence_length: L steps for each sequence, must divide T; None: all T.
         """
-        check_example(example)
+        cls.check_example(example)
         num_steps = check_count("num_steps", num_steps)
-        if example.value is None:
-            raise ValueError(
-                "a RolloutStorage computes advantages, so the example needs a value [B]. "
-                "Give Transition(..., value=V(obs)), or zeros where there is no critic."
-            )
-        if example.truncated is not None and example.bootstrap_value is None:
-            raise ValueError(
-                "an example with truncated needs bootstrap_value, V(final observation) of the "
-                "truncated steps. Give both, or neither if no episode is cut short."
-            )
         length = num_steps
         if sequence_length is not None:
-            length = sequence_length = check_count("sequence_length", sequence_length)
-            check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
-        streams = _streams(example)
-
-        def parameter(name: str, value: PyTree, dtype: type = np.float32) -> PyTree:
-            like = np.zeros((), dtype)
-            like = like if streams is None else dict.fromkeys(streams, like)
-            return as_parameter(name, value, like, cls.rules.get(name))
-
+            length = check_divides("sequence_length", sequence_length, num_steps, "num_steps")
+            sequence_length = length
+        like = jax.tree.map(lambda _: np.zeros((), np.float32), example.value)
+        flags = None if episodic is None else jax.tree.map(lambda x: x > 0, like)
         targets = Targets(allocate(example.value, num_steps), allocate(example.value, num_steps))
         arrays = vary_as(
             {
@@ -135,11 +121,29 @@ class RolloutStorage(Storage, kw_only=True):
             added=np.zeros((), np.int32),
             lost=np.zeros((), np.int32),
             targets_at=np.full((), _NONE, np.int32),
-            discount=parameter("discount", discount),
-            gae_lambda=parameter("gae_lambda", gae_lambda),
-            episodic=None if episodic is None else parameter("episodic", episodic, bool),
+            discount=as_parameter("discount", discount, like, cls.rules["discount"]),
+            gae_lambda=as_parameter("gae_lambda", gae_lambda, like, cls.rules["gae_lambda"]),
+            episodic=as_parameter("episodic", episodic, flags),
             sequence_length=sequence_length,
         )
+
+    @staticmethod
+    def check_example(example: Transition) -> None:
+        """Called by `create`: raise unless the storage can be made from this step."""
+        check_example(example)
+        if example.value is None:
+            raise ValueError(
+                "the example needs a value [B], from which advantages are computed. Give "
+                "Transition(..., value=V(obs)), or zeros where there is no critic."
+            )
+        if example.truncated is not None and example.bootstrap_value is None:
+            raise ValueError(
+                "an example with truncated needs bootstrap_value, V(final observation) of the "
+                "truncated steps. Give both, or neither if no episode is cut short."
+            )
+        check_streams("reward", example.reward, example.value)
+        if example.bootstrap_value is not None:
+            check_streams("bootstrap_value", example.bootstrap_value, example.value)
 
     @classmethod
     def from_rollout(cls, rollout: Rollout, **options: Any) -> Self:
@@ -217,6 +221,11 @@ class RolloutStorage(Storage, kw_only=True):
         """(adds, T, "steps")."""
         return self.added, self.num_steps, "steps"
 
+    @property
+    def _carry_interval(self) -> int:
+        """L, the steps from one stored carry to the next."""
+        return self.sequence_length or self.num_steps
+
     # Writing.
 
     def add(self, transition: Transition, carry: PyTree = None) -> Self:
@@ -240,18 +249,13 @@ class RolloutStorage(Storage, kw_only=True):
         self._expects_carry("add(transition, carry)", carry)
         if self.is_recurrent:
             carry = check_like("carry", carry, row_like(initial_carry))
-            length = self.sequence_length or self.num_steps
+            length = self._carry_interval
             inside = full | (self.added % length != 0)
             initial_carry = jax.tree.map(
                 lambda x, row: write(x, row, self.added // length, inside), initial_carry, carry
             )
-        return self.replace(
-            data=jax.tree.map(
-                lambda x, row: write(x, row, self.added, full), self.data, transition
-            ),
-            initial_carry=initial_carry,
-            added=self.added + 1,
-        )
+        data = jax.tree.map(lambda x, row: write(x, row, self.added, full), self.data, transition)
+        return self.replace(data=data, initial_carry=initial_carry, added=self.added + 1)
 
     def insert_data_slice(self, trajectory: Transition, initial_carry: PyTree = None) -> Self:
         """Replace what is stored by a trajectory of up to T steps; a full one is not copied.
@@ -283,9 +287,9 @@ class RolloutStorage(Storage, kw_only=True):
         return self.replace(
             data=vary_leaves(data, self.data),
             initial_carry=vary_leaves(carry, self.initial_carry),
-            added=vary_as(np.asarray(steps, np.int32), like=self.added),
+            added=_count(steps, self.added),
             lost=self.dropped,
-            targets_at=vary_as(np.full((), _NONE, np.int32), like=self.targets_at),
+            targets_at=_count(_NONE, self.targets_at),
         )
 
     # Targets.
@@ -297,45 +301,41 @@ class RolloutStorage(Storage, kw_only=True):
           last_values: [B] V of the observation after the last written step; a dict for streams.
         """
         data = self.data
-        last_values = self._last_values(last_values)
+        check_streams("last_values", last_values, data.value)
+        shape, why = (self.num_envs,), " = [B]"
+        last_values = jax.tree.map(
+            lambda x, v: jnp.asarray(check_array("last_values", x, shape, why), v.dtype),
+            last_values,
+            data.value,
+        )
         # Rows that are not written are not experience, and last_values takes their place.
         written = self._written()
         valid = written if data.valid is None else written & data.valid
         values = jax.tree.map(
             lambda v, last: jnp.where(written, v, last[None]), data.value, last_values
         )
-        streams = _streams(data)
+        streams = jax.tree.structure(data.value)
 
-        def targets(name: str | None) -> Targets:
-            def of(x: PyTree) -> Any:
-                return x if name is None or x is None else x[name]
+        def each(x: PyTree) -> list[Any]:
+            return streams.flatten_up_to(x) if isinstance(x, dict) else [x] * streams.num_leaves
 
-            def ends(flags: Array | None) -> Array | None:
-                return (
-                    flags if flags is None or self.episodic is None else flags & of(self.episodic)
-                )
+        def targets(reward, value, last, bootstrap, discount, gae_lambda, episodic) -> Targets:
+            terminated, truncated = data.terminated, data.truncated
+            if episodic is not None:
+                terminated = terminated & episodic
+                truncated = None if truncated is None else truncated & episodic
+            ends = (terminated, truncated, bootstrap)
+            return estimators.gae(reward, value, last, *ends, discount, gae_lambda, valid=valid)
 
-            return estimators.gae(
-                of(data.reward),
-                of(values),
-                of(last_values),
-                ends(data.terminated),
-                ends(data.truncated),
-                of(data.bootstrap_value),
-                of(self.discount),
-                of(self.gae_lambda),
-                valid=valid,
+        numbers = (self.discount, self.gae_lambda, self.episodic)
+        trees = (data.reward, values, last_values, data.bootstrap_value, *numbers)
+        result = [targets(*x) for x in zip(*map(each, trees), strict=True)]
+        return self.with_targets(
+            Targets(
+                advantages=streams.unflatten([x.advantages for x in result]),
+                returns=streams.unflatten([x.returns for x in result]),
             )
-
-        if streams is None:
-            result = targets(None)
-        else:
-            each = {name: targets(name) for name in streams}
-            result = Targets(
-                advantages={name: t.advantages for name, t in each.items()},
-                returns={name: t.returns for name, t in each.items()},
-            )
-        return self.with_targets(result)
+        )
 
     def with_targets(self, targets: Targets) -> Self:
         """The same rows with these targets: what a `before_gradients` of your own returns.
@@ -349,7 +349,7 @@ class RolloutStorage(Storage, kw_only=True):
         """Another discount, λ or episodic makes the targets stale."""
         changes = super()._implied(changes)
         if changes.keys() & set(self.parameters) and not changes.keys() & {"targets", "targets_at"}:
-            changes["targets_at"] = vary_as(np.full((), _NONE, np.int32), like=self.targets_at)
+            changes["targets_at"] = _count(_NONE, self.targets_at)
         return changes
 
     def before_gradients(self, last_values: PyTree) -> Self:
@@ -383,12 +383,11 @@ class RolloutStorage(Storage, kw_only=True):
             sequence_length=sequence_length,
             **options,
         )
-        stored = self.sequence_length or self.num_steps
-        if self.is_recurrent and row_plan.sequence_length not in (None, stored):
+        length, stored = row_plan.sequence_length, self._carry_interval
+        if self.is_recurrent and length not in (None, stored):
             raise ValueError(
                 f"the carries are stored every {stored} steps, so sequences must have that length, "
-                f"got {row_plan.sequence_length}. Create the storage with sequence_length="
-                f"{row_plan.sequence_length}."
+                f"got {length}. Create the storage with sequence_length={length}."
             )
         return row_plan
 
@@ -401,9 +400,7 @@ class RolloutStorage(Storage, kw_only=True):
         picked, targets = minibatches.take((self.data, self.targets), row)
         index = minibatches.flat_indices(row, self.num_envs)
         is_written = self.has_targets & (index < self.position * self.num_envs)
-        weights = jnp.where(is_written, row.weights, 0)
-        if picked.valid is not None:
-            weights = jnp.where(picked.valid, weights, 0)
+        weights = _weights(jnp.where(is_written, row.weights, 0), picked)
         carry = None
         if self.is_recurrent and row.sequence_length is not None:
             carry = minibatches.take(self.initial_carry, row.replace(sequence_length=None))
@@ -429,9 +426,7 @@ class RolloutStorage(Storage, kw_only=True):
 
     def contents(self) -> Minibatch:
         """All rows in order, leaves [T, B, ...]; weights are 0 for rows not written."""
-        weights = self._written().astype(jnp.float32)
-        if self.data.valid is not None:
-            weights = jnp.where(self.data.valid, weights, 0)
+        weights = _weights(self._written().astype(jnp.float32), self.data)
         return Minibatch(self.data, self.targets, weights, self.initial_carry)
 
     def _written(self) -> Array:
@@ -444,14 +439,14 @@ class RolloutStorage(Storage, kw_only=True):
     def update(self) -> Self:
         """Empty again: the next add writes row 0."""
         return self.replace(
-            added=jnp.zeros_like(self.added),
+            added=_count(0, self.added),
             lost=self.dropped,
-            targets_at=jnp.full_like(self.targets_at, _NONE),
+            targets_at=_count(_NONE, self.targets_at),
         )
 
     def reset(self) -> Self:
         """Empty, and all counters 0."""
-        return self.update().replace(lost=jnp.zeros_like(self.lost))
+        return self.update().replace(lost=_count(0, self.lost))
 
     def counters(self) -> dict[str, Array]:
         """`storage_dropped`: adds past the end."""
@@ -480,53 +475,24 @@ class RolloutStorage(Storage, kw_only=True):
         check_finite(checked, np.asarray(self.contents().weights) > 0, "environment")
         return self
 
-    def _last_values(self, last_values: PyTree) -> PyTree:
-        value = self.data.value
-        if jax.tree.structure(last_values) != jax.tree.structure(value):
-            got = sorted(last_values) if isinstance(last_values, dict) else "a single array"
-            raise ValueError(
-                f"last_values must have the streams of value, "
-                f"{_streams(self.data) or 'a single array'}, got {got}."
-            )
-
-        def convert(last: Any, v: Array) -> Array:
-            check_array("last_values", last)
-            if np.shape(last) != v.shape[1:]:
-                raise ValueError(
-                    f"last_values must have the shape {list(v.shape[1:])}, one for each "
-                    f"environment, got {list(np.shape(last))}."
-                )
-            return jnp.asarray(last, v.dtype)
-
-        return jax.tree.map(convert, last_values, value)
-
     def _expects_carry(self, call: str, carry: PyTree) -> None:
-        given = bool(jax.tree.leaves(carry))
-        if self.is_recurrent and not given:
+        if self.is_recurrent == bool(jax.tree.leaves(carry)):
+            return
+        if self.is_recurrent:
             raise ValueError(
                 f"this storage was created with an initial_carry: use {call} with the recurrent "
                 "state from before the step."
             )
-        if given and not self.is_recurrent:
-            raise ValueError(
-                f"{call} got a carry, but this storage was created without one. Write "
-                "create(..., initial_carry=carry), or leave the carry out."
-            )
+        raise ValueError(
+            f"{call} got a carry, but this storage was created without one. Give initial_carry "
+            "to create, or leave the carry out."
+        )
 
 
-def _streams(transition: Transition) -> list[str] | None:
-    """The names of the value streams; None for a single one."""
-    if not isinstance(transition.value, dict):
-        return None
-    names = sorted(transition.value)
-    for field in ("reward", "bootstrap_value"):
-        given = getattr(transition, field)
-        if given is None and field == "bootstrap_value":
-            continue
-        if not isinstance(given, dict) or sorted(given) != names:
-            got = sorted(given) if isinstance(given, dict) else "a single array"
-            raise ValueError(
-                f"value has the streams {names}, so {field} must be a dict of the same keys, got "
-                f"{got}."
-            )
-    return names
+def _count(number: int, like: Array) -> Array:
+    """A counter's new value, known while tracing."""
+    return vary_as(np.asarray(number, np.int32), like=like)
+
+
+def _weights(weights: Array, rows: Transition) -> Array:
+    return weights if rows.valid is None else jnp.where(rows.valid, weights, 0)
