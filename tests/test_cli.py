@@ -443,6 +443,16 @@ def test_words_that_mean_no_turn_a_flag_off(word):
     }
 
 
+@pytest.mark.slow
+def test_the_dtype_of_networks_is_set_by_config_and_command(tmp_path, capsys):
+    argv = ["train", *TINY, "--no-cache", "--quiet", "--out", str(tmp_path / "half")]
+    assert main([*argv, "--set", "dtype=bfloat16"]) == 0
+    config = Config.read(tmp_path / "half" / "config.toml")
+    assert config.hyperparameters["dtype"] == "bfloat16"
+    assert main([*argv, "--set", "dtype=float16"]) == 2
+    assert "dtype must be one of 'float32', 'bfloat16', got 'float16'" in capsys.readouterr().err
+
+
 # Processes of their own.
 
 

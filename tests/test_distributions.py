@@ -158,6 +158,24 @@ def test_tanh_entropy_is_the_integral_within_the_documented_error(std, error):
     np.testing.assert_allclose(d.entropy(), expected, atol=error, rtol=0)
 
 
+def test_tanh_entropy_and_log_prob_of_bfloat16_inputs_are_as_exact_as_float32():
+    shape = (64, 6)
+    mean = jax.random.normal(KEY, shape).astype(jnp.bfloat16)
+    log_std = (0.5 * jax.random.normal(jax.random.key(1), shape)).astype(jnp.bfloat16)
+    d = D.TanhGaussian(mean, log_std, low=-2.0, high=2.0)
+    mu, std = np.asarray(mean, np.float64), np.exp(np.asarray(log_std, np.float64))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(16)
+    x = mu + std * nodes[:, None, None]
+    slope = 2 * (np.log(2) - x - np.logaddexp(0, -2 * x)) + np.log(2)
+    expected = scipy.stats.norm.entropy(mu, std) + np.einsum(
+        "n,nbk->bk", weights / weights.sum(), slope
+    )
+    np.testing.assert_allclose(d.entropy(), expected.sum(-1), atol=1e-5, rtol=1e-5)
+    assert d.entropy().dtype == jnp.float32
+    action = d.sample(KEY).at[0].set(2)  # rounding puts samples on the bound
+    assert np.isfinite(d.log_prob(action)).all()
+
+
 def test_tanh_is_finite_at_and_beyond_the_bounds():
     space = spaces.Box.create([-2.0, 0.0], [2.0, 100.0])
     kind = D.distribution_for(space, squash=True)

@@ -34,7 +34,7 @@ from jaxroll.types import ActorState, Array, Node, PyTree, Rollout
 
 # Folded into a rollout's key for the minibatch plans: far from the numbers that `split` uses.
 PLAN_FOLD = 2**30
-_NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "squash")
+_NETWORK_OPTIONS = ("network", "hidden_sizes", "activation", "shared_torso", "squash", "dtype")
 
 
 class DistributedAgent(Shell, Node, abc.ABC):
@@ -91,6 +91,11 @@ class DistributedAgent(Shell, Node, abc.ABC):
         choices=(None, True, False),
     )
     squash: bool = static(False, "press continuous actions into their bounds")
+    dtype: str = static(
+        "float32",
+        "in which the networks compute; params and outputs are float32",
+        choices=networks.DTYPES,
+    )
     discount: Array = leaf(0.99, "γ", "in [0, 1]")
     learning_rate: Array = leaf(3e-4, "step size of the optimiser", "> 0")
     decay_steps: Array = leaf(
@@ -164,15 +169,8 @@ class DistributedAgent(Shell, Node, abc.ABC):
         return hyperparameters_of(cls)
 
     def _default_policy(self) -> Any:
-        return networks.make_policy(
-            self.env.observation_space,
-            self.env.action_space,
-            network=self.network,
-            hidden_sizes=self.hidden_sizes,
-            activation=self.activation,
-            shared_torso=self.shared_torso,
-            squash=self.squash,
-        )
+        options = {name: getattr(self, name) for name in _NETWORK_OPTIONS}
+        return networks.make_policy(self.env.observation_space, self.env.action_space, **options)
 
     def _check_policy(self) -> PyTree:
         """The shape of the policy's values [2]; raise if it does not fit spaces or algorithm."""

@@ -73,6 +73,7 @@ class DAAC(OnPolicyAgent):
             hidden_sizes=self.hidden_sizes,
             activation=self.activation,
             squash=self.squash,
+            dtype=self.dtype,
         )
 
     def make_storage(self, example: Any, carry: PyTree) -> Any:

@@ -106,6 +106,11 @@ class TanhGaussian(Distribution):
             low, high = np.broadcast_arrays(low, high)
         return expand((low + high) / 2), expand((high - low) / 2)
 
+    def _widened(self) -> TanhGaussian:
+        """In float32 at least: near the bounds, and summed, fewer bits are too few."""
+        dtype = jnp.promote_types(self.mean.dtype, jnp.float32)
+        return self.replace(mean=self.mean.astype(dtype), log_std=self.log_std.astype(dtype))
+
     def _squash(self, x: Array) -> Array:
         center, scale = self._center_and_scale()
         return center + scale * jnp.clip(jnp.tanh(x), -1 + _EDGE, 1 - _EDGE)
@@ -120,9 +125,10 @@ class TanhGaussian(Distribution):
 
     def log_prob(self, action: Array) -> Array:
         """[*batch] log-density: log N(x) − Σ log |da/dx|."""
-        center, scale = self._center_and_scale()
+        wide = self._widened()
+        center, scale = wide._center_and_scale()
         x = jnp.arctanh(jnp.clip((action - center) / scale, -1 + _EDGE, 1 - _EDGE))
-        return self.base.log_prob(x) - self.base._sum(_log_slope(x) + jnp.log(scale))
+        return wide.base.log_prob(x) - wide.base._sum(_log_slope(x) + jnp.log(scale))
 
     def entropy(self) -> Array:
         """H(x) + E[log |da/dx|]; there is no closed form.
@@ -130,12 +136,14 @@ class TanhGaussian(Distribution):
         The expectation is a 16-point Gauss–Hermite quadrature: deterministic, differentiable,
         within 0.005 nats per entry for σ ≤ 2 and 0.06 for σ ≤ 4, whatever the mean.
         """
-        nodes = jnp.asarray(_NODES, self.mean.dtype).reshape(-1, *[1] * self.mean.ndim)
-        x = self.mean[None] + jnp.exp(self.log_std)[None] * nodes
-        weights = jnp.asarray(_NODE_WEIGHTS, self.mean.dtype).reshape(nodes.shape)
+        wide = self._widened()
+        nodes = jnp.asarray(_NODES, wide.mean.dtype).reshape(-1, *[1] * wide.mean.ndim)
+        x = wide.mean[None] + jnp.exp(wide.log_std)[None] * nodes
+        weights = jnp.asarray(_NODE_WEIGHTS, wide.mean.dtype).reshape(nodes.shape)
+        # Not a dot, which accelerators compute with fewer bits.
         expected = jnp.sum(weights * _log_slope(x), axis=0)
-        _, scale = self._center_and_scale()
-        return self.base.entropy() + self.base._sum(expected + jnp.log(scale))
+        _, scale = wide._center_and_scale()
+        return wide.base.entropy() + wide.base._sum(expected + jnp.log(scale))
 
     def mode(self) -> Array:
         """The squashed mean of x: the median of the action, not the peak of its density."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from jaxroll import spaces
@@ -226,7 +225,7 @@ def architecture(
     streams: tuple[str, ...] | None = None,
     squash: bool = False,
     log_std_init: float = 0.0,
-    dtype: Any = np.float32,
+    dtype: Any = "float32",
 ) -> Architecture:
     """The layers that fit these spaces; see `make_policy` for the arguments."""
     check_choice("network", network, NETWORKS)
@@ -287,7 +286,7 @@ def make_policy(
     streams: tuple[str, ...] | None = None,
     squash: bool = False,
     log_std_init: float = 0.0,
-    dtype: Any = np.float32,
+    dtype: Any = "float32",
 ) -> ActorCriticPolicy:
     """An actor-critic that fits these spaces; no device is touched.
 
@@ -311,7 +310,8 @@ def make_policy(
       streams: names of several values; `value` is then a dict. None: one value.
       squash: press continuous actions into their bounds (`TanhGaussian`).
       log_std_init: of continuous actions, before squashing.
-      dtype: of the torso's computation; parameters, heads and carries are float32.
+      dtype: "float32" or "bfloat16", in which torso and core compute; parameters, carries, logits
+        and values are float32.
 
     Example:
       >>> policy = make_policy(spaces.Box.create(-1, 1, (4,)), spaces.Discrete(2))

@@ -50,7 +50,8 @@ class Actor(nn.Module):
     def advantage(self, features: Array, action: Array) -> Array:
         """[..., features] and actions → [...]."""
         seen = as_features(self.architecture.kind.space, action)
-        return self.advantage_head(jnp.concatenate([features, seen], axis=-1))[..., 0]
+        both = jnp.concatenate([features.astype(jnp.float32), seen], axis=-1)
+        return self.advantage_head(both)[..., 0]
 
     def everything(self, carry: PyTree, obs: PyTree, is_first: Array, action: Array) -> Array:
         """Runs all parts once, so that all have parameters."""

@@ -6,11 +6,8 @@ with the state is left for the scan over time (`step`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax import lax
 
@@ -46,7 +43,7 @@ class Core(nn.Module):
 
     kind: str
     size: int
-    dtype: Any = np.dtype("float32")
+    dtype: str = "float32"
 
     def setup(self):
         """One product with the input, one with the state, for all gates."""

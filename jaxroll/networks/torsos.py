@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ class Dense(nn.Module):
     features: int
     activation: str = "identity"
     scale: float = math.sqrt(2)
-    dtype: Any = np.dtype("float32")  # of the computation; parameters are float32
+    dtype: str = "float32"  # of the computation; parameters are float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -54,7 +53,7 @@ class MLP(nn.Module):
 
     hidden_sizes: tuple[int, ...]
     activation: str = "tanh"
-    dtype: Any = np.dtype("float32")
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -76,7 +75,7 @@ class ConvTorso(nn.Module):
     Smaller: 16 of 3×3, as in MinAtar's own agents (Young & Tian, 2019).
     """
 
-    dtype: Any = np.dtype("float32")
+    dtype: str = "float32"
     high: float = 255.0  # the largest value of a uint8 image, by which it is divided
 
     @nn.compact
@@ -107,7 +106,7 @@ class SmallConv(nn.Module):
 
     features: int
     size: int
-    dtype: Any = np.dtype("float32")
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -144,13 +143,13 @@ def highest_byte(space: LeafSpace) -> float:
     return float(np.clip(np.max(space.high, initial=1.0), 1.0, 255.0))
 
 
-def scaled(obs: Array, high: float, dtype: Any) -> Array:
+def scaled(obs: Array, high: float, dtype: str) -> Array:
     """Uint8 observations divided by `high`, all others as they are."""
     x = obs.astype(dtype)
     return x / high if obs.dtype == jnp.uint8 else x
 
 
-def as_vector(space: LeafSpace, obs: Array, dtype: Any) -> Array:
+def as_vector(space: LeafSpace, obs: Array, dtype: str) -> Array:
     """[N, ...] → [N, features]: choices become one-hot, all else is flattened."""
     match space:
         case spaces.Discrete(n=n):
@@ -174,7 +173,7 @@ class Encoder(nn.Module):
     hidden_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"
     convolutional: bool = True
-    dtype: Any = np.dtype("float32")
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, obs: PyTree) -> Array:
