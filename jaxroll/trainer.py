@@ -15,8 +15,8 @@ from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
 from jaxroll.sweeps import Sweep
 from jaxroll.train.history import History
-from jaxroll.train.preflight import as_eval_env, check_budget
-from jaxroll.train.programs import check_traces, make_program
+from jaxroll.train.preflight import as_eval_env, check_budget, check_traces
+from jaxroll.train.programs import make_program
 from jaxroll.types import Rollout
 
 

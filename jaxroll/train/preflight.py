@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +18,12 @@ from jax.sharding import Mesh
 from jaxroll import parallel
 from jaxroll.agents.states import check_state
 from jaxroll.checks import check_choice, check_count, check_flag, check_path
-from jaxroll.envs import as_env
+from jaxroll.envs import as_env, check_env
 from jaxroll.spaces import shows_alike
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
 from jaxroll.train.logging import make_loggers
 from jaxroll.train.options import Options
-from jaxroll.train.programs import check_traces
+from jaxroll.train.programs import shapes
 from jaxroll.train.step_files import as_json
 
 _RUN_FILES = (".lock", "checkpoints", "config.toml", "metrics.jsonl")
@@ -128,6 +131,46 @@ def check_fits(agent: Any, state: Any) -> None:
 
 def _shape(leaf: Any) -> str:
     return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def check_traces(agent: Any) -> None:
+    """Trace a whole iteration of a JAX environment: what goes wrong there does so before a run."""
+    if agent.is_host:
+        return
+    check_env(agent.env, num_steps=0)
+    state = shapes("init", agent, jax.random.key(0))
+    _check_memory(agent, state)
+    shapes("train_step", agent, state)
+
+
+def _check_memory(agent: Any, state: Any) -> None:
+    """Raise if state and rollout are larger than the machine's memory, which ends in a kill."""
+    if jax.default_backend() != "cpu":
+        return
+    actors = state.actors
+    num_steps = agent.steps_per_iteration // math.prod(actors.is_first.shape[-2:])
+    # A row has some eight numbers beside its observation.
+    size = _num_bytes(state) + num_steps * _num_bytes((actors.obs, [actors.is_first] * 32))
+    memory = available_memory()
+    if size > memory:
+        raise ValueError(
+            f"state and rollout must fit into this machine's {memory / 2**30:.1f} GiB, but have at "
+            f"least {size / 2**30:.1f} GiB. Use fewer environments (num_envs), shorter or fewer "
+            "unrolls (num_steps, num_storages), or smaller layers."
+        )
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of this machine, or of the container (cgroup v1 or v2) where that has fewer."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            memory = min(memory, int((cgroup / name).read_text()))
+    return memory
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def check_budget(agent: Any, num_train_steps: int) -> None:

@@ -7,12 +7,8 @@ to the next, so that rows do not depend on how iterations were grouped.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import math
-import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxroll import collectors, metrics as metrics_lib, parallel
+from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.collectors.host import HostCollector
-from jaxroll.envs import check_env
-from jaxroll.spaces import zeros
-from jaxroll.types import PyTree, TimeStep
+from jaxroll.types import ActorState, PyTree, Rollout
 
 Carry = dict[str, Any]  # {"state": TrainState, "metrics": dict of metrics}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def call(method: str, agent: Any, *args: Any) -> Any:
+    """A pure method of an agent, compiled once for all hyperparameters that are leaves."""
+    return getattr(agent, method)(*args)
+
+
+def shapes(method: str, agent: Any, *args: Any) -> Any:
+    """The shapes that a method gives; a whole iteration takes a second to trace, but only once."""
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (agent, *args))
+    return call.eval_shape(method, *like)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "reduction"), donate_argnames=("carry",))
@@ -46,25 +52,22 @@ def _advance(agent: Any, carry: Carry, count: Any, *, mesh: Any, reduction: str)
     return run(agent, carry, count)
 
 
-@functools.partial(jax.jit, donate_argnames=("carry",))
-def _host_update(agent: Any, carry: Carry, rollouts: Any) -> Carry:
-    state, metrics = agent.update(carry["state"], rollouts)
+@functools.partial(jax.jit, static_argnames="reduction", donate_argnames="carry")
+def _update(agent: Any, carry: Carry, rollouts: Rollout, *, reduction: str) -> Carry:
+    state, metrics = agent.update(carry["state"], rollouts, reduction=reduction)
     return {"state": state, "metrics": metrics_lib.merge(carry["metrics"], metrics)}
 
 
-@jax.jit
-def _host_prefill(agent: Any, state: PyTree, rollouts: Any) -> PyTree:
-    return agent.prefill(state, rollouts)
+def carry_specs(agent: Any) -> Any:
+    """Where each part of a carry lives on a mesh: actors spread, the rest on every device."""
+    return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}
 
 
-@jax.jit
-def _init(agent: Any, key: jax.Array) -> PyTree:
-    return agent.init(key)
-
-
-@jax.jit
-def _init_learner(agent: Any, key: jax.Array) -> PyTree:
-    return agent.init_learner(key)
+def zero_metrics(agent: Any, state: Any, rollouts: Rollout | None = None) -> Any:
+    """Metrics that hold nothing yet, of the structure that a step, or an update, gives."""
+    if rollouts is None:
+        return metrics_lib.zeros_like(shapes("train_step", agent, state)[1])
+    return metrics_lib.zeros_like(shapes("update", agent, state, rollouts)[1])
 
 
 def read_metrics(carry: Carry, *, reset: bool) -> tuple[Carry, dict[str, Any]]:
@@ -89,145 +92,32 @@ def _read_metrics(metrics: Any, num_episodes: Any, reset: Any) -> tuple[Any, jax
     return jax.tree.map(lambda x: jnp.where(reset, jnp.zeros_like(x), x), metrics), packed
 
 
-def carry_specs(agent: Any) -> Any:
-    """Where each part of a carry lives on a mesh: actors spread, the rest on every device."""
-    return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}
+class Program:
+    """Environments and learner in one compiled program, on one device or on a mesh.
 
-
-def zero_metrics(agent: Any, state: Any, rollouts: Any = None) -> Any:
-    """Metrics that hold nothing yet, of the structure that the agent's update gives.
-
-    Args:
-      agent: any agent.
-      state: its state.
-      rollouts: shapes of what actors collect, where that is not part of the program.
+    Attributes:
+      is_collecting: whether host environments have the main thread now, so that it may be left.
+      left: the carry, and the iterations done, before what an interrupted `advance` had begun.
     """
-    return metrics_lib.zeros_like(zero_shapes(agent, state, rollouts))
 
-
-def zero_shapes(agent: Any, state: Any, rollouts: Any = None) -> Any:
-    """The shapes of `zero_metrics`."""
-    leaves, structure = jax.tree.flatten((agent, state, rollouts))
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _metrics_shapes(structure, shapes)
-
-
-def check_traces(agent: Any) -> None:
-    """Trace a whole iteration: what goes wrong there does so before anything is written.
-
-    Of host environments only the policy is traced. `zero_metrics` need not trace again.
-    """
-    if agent.is_host:
-        host_rollout_shapes(agent, has_valid=False)
-        return
-    check_env(agent.env, num_steps=0)
-    leaves, structure = jax.tree.flatten(agent)
-    shapes = tuple(jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves)
-    state = _state_shapes(structure, shapes)
-    _check_memory(agent, state)
-    zero_shapes(agent, state)
-
-
-@functools.lru_cache(maxsize=32)
-def _state_shapes(structure: Any, leaves: tuple[Any, ...]) -> Any:
-    agent = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda a, key: a.init(key), agent, _key())
-
-
-def _check_memory(agent: Any, state: Any) -> None:
-    """Raise if state and rollout are larger than the machine's memory, which ends in a kill."""
-    if jax.default_backend() != "cpu":
-        return
-    actors = state.actors
-    num_steps = agent.steps_per_iteration // math.prod(actors.is_first.shape[-2:])
-    # A row has some eight numbers beside its observation.
-    size = _num_bytes(state) + num_steps * _num_bytes((actors.obs, [actors.is_first] * 32))
-    memory = available_memory()
-    if size > memory:
-        raise ValueError(
-            f"state and rollout must fit into this machine's {memory / 2**30:.1f} GiB, but have at "
-            f"least {size / 2**30:.1f} GiB. Use fewer environments (num_envs), shorter or fewer "
-            "unrolls (num_steps, num_storages), or smaller layers."
-        )
-
-
-def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of this machine, or of the container (cgroup v1 or v2) where that has fewer."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            memory = min(memory, int((cgroup / name).read_text()))
-    return memory
-
-
-def _num_bytes(tree: PyTree) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-@functools.lru_cache(maxsize=32)
-def _metrics_shapes(structure: Any, leaves: tuple[Any, ...]) -> Any:
-    """Tracing a whole step takes about a second: once for each kind of agent is enough."""
-    agent, state, rollouts = jax.tree.unflatten(structure, leaves)
-    if rollouts is None:
-        return jax.eval_shape(lambda a, s: a.train_step(s), agent, state)[1]
-    return jax.eval_shape(lambda a, s, r: a.update(s, r), agent, state, rollouts)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    """An environment of the right shapes that does nothing: what a host rollout will look like."""
-
-    observation_space: Any
-    action_space: Any
-
-    def reset(self, key: jax.Array) -> tuple[Any, PyTree]:
-        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, zeros(self.observation_space))
-
-    def step(self, key: jax.Array, state: Any, action: Any) -> tuple[Any, TimeStep]:
-        _, obs = self.reset(key)
-        false = jnp.zeros((), bool)
-        return state, TimeStep(obs, jnp.zeros((), jnp.float32), false, false, obs)
-
-
-def host_rollout_shapes(agent: Any, *, has_valid: bool) -> Any:
-    """Shapes of one rollout of every actor, leaves [A, ...]."""
-    env = _Shapes(agent.env.observation_space, agent.env.action_space)
-
-    def collect(key: jax.Array, params: PyTree) -> Any:
-        actor = collectors.init_actor(env, agent.policy, key, agent.envs_per_actor)
-        _, rollout = collectors.collect(
-            env, agent.policy, params, actor, agent.num_steps, **agent.collect_options
-        )
-        valid = rollout.transition.terminated if has_valid else None
-        return rollout.replace(transition=rollout.transition.replace(valid=valid))
-
-    params = jax.eval_shape(lambda k: agent.acting_params(agent.init_learner(k)), _key())
-    one = jax.eval_shape(collect, _key(), params)
-    count = agent.num_actors
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), one)
-
-
-def _key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-class DeviceProgram:
-    """Environments and learner in one compiled program, on one device or on a mesh."""
+    is_collecting = False
+    left: tuple[Carry, int] | None = None
 
     def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
         self.agent, self.mesh, self.reduction = agent, mesh, reduction
-        self._placed = _place_agent(agent, mesh)
-        self.is_collecting, self.left = False, None  # a program on the device cannot be left
+        # On the devices, so that no dispatch sends hyperparameters again.
+        self._placed = self._put(agent, PartitionSpec())
+
+    def _put(self, tree: PyTree, specs: Any) -> PyTree:
+        return jax.device_put(tree) if self.mesh is None else parallel.place(tree, self.mesh, specs)
 
     def init(self, seed: int) -> PyTree:
         """The state of a new run; made whole in one place, so it never depends on the mesh."""
-        return self.place(_init(self.agent, jax.random.key(seed)))
+        return self.place(call("init", self.agent, jax.random.key(seed)))
 
     def place(self, state: PyTree) -> PyTree:
         """A state that is whole here, put where the program expects it."""
-        if self.mesh is None:
-            return state
-        return parallel.place(state, self.mesh, carry_specs(self.agent)["state"])
+        return self._put(state, carry_specs(self.agent)["state"])
 
     def shardings(self, carry: Carry) -> Any:
         """Shardings of a carry for a restore; None: wherever the default is."""
@@ -238,12 +128,14 @@ class DeviceProgram:
     def start(self, state: PyTree) -> Carry:
         """A carry with metrics at zero."""
         metrics = zero_metrics(self.agent, state)
-        if self.mesh is not None:
-            metrics = parallel.place(metrics, self.mesh, PartitionSpec())
-        return {"state": state, "metrics": metrics}
+        return {"state": state, "metrics": self._put(metrics, PartitionSpec())}
+
+    def resume(self, state: PyTree) -> tuple[PyTree, int]:
+        """A restored state, bit by bit where it was, and how many episodes that cut: none."""
+        return state, 0
 
     def advance(self, carry: Carry, count: int) -> Carry:
-        """`count` iterations; the old carry's memory is reused.
+        """`count` iterations, of which 0 only compile; the old carry's memory is reused.
 
         On several CPU devices it waits: many dispatches under way at once would deadlock.
         """
@@ -252,16 +144,12 @@ class DeviceProgram:
         is_cpu_mesh = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(carry) if is_cpu_mesh or not count else carry
 
-    def resume(self, state: PyTree) -> tuple[PyTree, int]:
-        """A restored state, bit by bit where it was, and how many episodes that cut: none."""
-        return state, 0
-
     def close(self) -> None:
-        """Nothing is held."""
+        """Let go of environments."""
 
 
-class HostProgram:
-    """Environments on the host, the learner on the device."""
+class HostProgram(Program):
+    """Environments on the host, the learner on the device: `collect`, then `update`."""
 
     def __init__(self, agent: Any, mesh: Mesh | None, reduction: str):
         if mesh is not None and mesh.size > 1:
@@ -269,89 +157,31 @@ class HostProgram:
                 f"{agent.env} runs on the host, beside one device; got a mesh of {mesh.size}. "
                 "Leave out mesh."
             )
-        self.agent = agent
-        self._placed = _place_agent(agent, None)
-        self.is_collecting = False  # environments have the main thread now
-        self.left: tuple[Carry, int] | None = None  # what an interrupted `advance` had done
-        self.collectors = []
+        super().__init__(agent, None, reduction)
+        self.collectors: list[HostCollector] = []
         try:
             for _ in range(agent.num_actors):
-                host_env = agent.env.make(agent.envs_per_actor)
-                self.collectors.append(
-                    HostCollector(host_env, agent.policy, **agent.collect_options)
-                )
+                envs = agent.env.make(agent.envs_per_actor)
+                self.collectors.append(HostCollector(envs, agent.policy, **agent.collect_options))
         except BaseException:
             self.close()
             raise
 
     def init(self, seed: int) -> PyTree:
         """Params and freshly seeded environments."""
+        agent = self.agent
         params_key, actors_key = jax.random.split(jax.random.key(seed))
-        keys = self.agent.actor_keys(actors_key)
-        actors = [
-            self.agent.prepare_actor(collector.init(keys[a]))
-            for a, collector in enumerate(self.collectors)
-        ]
-        learner = _init_learner(self.agent, params_key)
-        state = self.agent.assemble(learner, _stack(actors), self._rollout_shapes)
-        for _ in range(self.agent.num_prefills):
-            state, rollouts = self._collect(state)
-            state = _host_prefill(self.agent, state, rollouts)
+        keys, learner = agent.actor_keys(actors_key), call("init_learner", agent, params_key)
+        actors = self._begin_actors(lambda collector, a: collector.init(keys[a]))
+        state = agent.assemble(learner, actors, self._rehearse(learner, actors))
+        for _ in range(agent.num_prefills):
+            state = call("prefill", agent, *self.collect(state))
         return state
-
-    def place(self, state: PyTree) -> PyTree:
-        """The state unchanged: host programs use one device."""
-        return state
-
-    def shardings(self, carry: Carry) -> None:
-        """Wherever the default is."""
 
     def start(self, state: PyTree) -> Carry:
         """A carry with metrics at zero."""
-        metrics = zero_metrics(self.agent, state, self._rollout_shapes)
-        return {"state": state, "metrics": metrics}
-
-    @functools.cached_property
-    def _rollout_shapes(self) -> Any:
-        has_valid = self.collectors[0].envs.resets_on_next_step
-        return host_rollout_shapes(self.agent, has_valid=has_valid)
-
-    def _collect(self, state: PyTree) -> tuple[PyTree, Any]:
-        params = self.agent.acting_params(state.learner)
-        states, rollouts = [], []
-        for a, collector in enumerate(self.collectors):
-            actor = jax.tree.map(lambda x, a=a: x[a], state.actors)
-            after, rollout = collector.collect(params, actor, self.agent.num_steps)
-            states.append(after)
-            rollouts.append(rollout)
-        return state.replace(actors=_stack(states)), _stack(rollouts)
-
-    def advance(self, carry: Carry, count: int) -> Carry:
-        """`count` iterations: every actor's environments in turn, then one update.
-
-        With a count of 0 everything is compiled, and no environment is touched.
-        """
-        if not count:
-            self._rehearse(carry)
-        for done in range(int(count)):
-            self.is_collecting = True
-            try:
-                state, rollouts = self._collect(carry["state"])
-            except (KeyboardInterrupt, SystemExit):
-                self.left = carry, done
-                raise
-            finally:
-                self.is_collecting = False
-            carry = _host_update(self._placed, {**carry, "state": state}, rollouts)
-        return carry
-
-    def _rehearse(self, carry: Carry) -> None:
-        collector, state = self.collectors[0], carry["state"]
-        actor = jax.tree.map(lambda x: x[0], state.actors)
-        params = self.agent.acting_params(state.learner)
-        rollout = collector.rehearse(params, actor, self.agent.num_steps)
-        rollouts = _stack([rollout] * len(self.collectors))
-        jax.block_until_ready(_host_update(self._placed, jax.tree.map(jnp.copy, carry), rollouts))
+        rollouts = self._rehearse(state.learner, state.actors)
+        return {"state": state, "metrics": zero_metrics(self.agent, state, rollouts)}
 
     def resume(self, state: PyTree) -> tuple[PyTree, int]:
         """The state with its environments started anew, and how many running episodes that cut.
@@ -360,33 +190,65 @@ class HostProgram:
         before them ended in was bootstrapped, so their episodes are truncated, not terminated.
         """
         cut = np.count_nonzero(state.actors.statistics.episode_length)
-        states = [
-            self.agent.prepare_actor(
-                collector.restart(jax.tree.map(lambda x, a=a: x[a], state.actors))
-            )
+        actors = self._begin_actors(lambda collector, a: collector.restart(_at(state.actors, a)))
+        return state.replace(actors=actors), int(cut)
+
+    def collect(self, state: PyTree) -> tuple[PyTree, Rollout]:
+        """Every actor's environments in turn: the state after them, and rollouts [A, ...]."""
+        params = self.agent.acting_params(state.learner)
+        pairs = [
+            collector.collect(params, _at(state.actors, a), self.agent.num_steps)
             for a, collector in enumerate(self.collectors)
         ]
-        return state.replace(actors=_stack(states)), int(cut)
+        actors, rollouts = (_stack(*trees) for trees in zip(*pairs))
+        return state.replace(actors=actors), rollouts
+
+    def update(self, carry: Carry, rollouts: Rollout) -> Carry:
+        """Learn from one rollout of each actor; the old carry's memory is reused."""
+        return _update(self._placed, carry, rollouts, reduction=self.reduction)
+
+    def advance(self, carry: Carry, count: int) -> Carry:
+        """`count` iterations; 0 compile everything, and touch no environment."""
+        if not count:
+            rollouts = self._rehearse(carry["state"].learner, carry["state"].actors)
+            jax.block_until_ready(self.update(jax.tree.map(jnp.copy, carry), rollouts))
+        for done in range(count):
+            self.is_collecting = True
+            try:
+                state, rollouts = self.collect(carry["state"])
+            except (KeyboardInterrupt, SystemExit):
+                self.left = carry, done
+                raise
+            finally:
+                self.is_collecting = False
+            carry = self.update({**carry, "state": state}, rollouts)
+        return carry
 
     def close(self) -> None:
         """Close every environment."""
         for collector in self.collectors:
             collector.envs.close()
 
+    def _begin_actors(self, begin: Callable[[HostCollector, int], ActorState]) -> ActorState:
+        actors = [begin(collector, a) for a, collector in enumerate(self.collectors)]
+        return _stack(*(self.agent.prepare_actor(actor) for actor in actors))
 
-def make_program(agent: Any, mesh: Mesh | None, reduction: str) -> DeviceProgram | HostProgram:
+    def _rehearse(self, learner: Any, actors: ActorState) -> Rollout:
+        """Rollouts [A, ...] as `collect` gives them, of environments in which nothing happens."""
+        params, steps = self.agent.acting_params(learner), self.agent.num_steps
+        rollout = self.collectors[0].rehearse(params, _at(actors, 0), steps)
+        return _stack(*[rollout] * len(self.collectors))
+
+
+def make_program(agent: Any, mesh: Mesh | None, reduction: str) -> Program:
     """The program that fits the agent's environment."""
-    return (HostProgram if agent.is_host else DeviceProgram)(agent, mesh, reduction)
+    return (HostProgram if agent.is_host else Program)(agent, mesh, reduction)
 
 
-def _place_agent(agent: Any, mesh: Mesh | None) -> Any:
-    """The agent with its leaves on the devices, so that no dispatch sends them again."""
-    if mesh is None:
-        return jax.device_put(agent)
-    return parallel.place(agent, mesh, PartitionSpec())
+def _at(tree: PyTree, index: int) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
 
 
-def _stack(trees: list[PyTree]) -> PyTree:
-    if len(trees) == 1:
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], trees[0])
-    return jax.tree.map(lambda *xs: jnp.stack([jnp.asarray(x) for x in xs]), *trees)
+@jax.jit
+def _stack(*trees: PyTree) -> PyTree:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)

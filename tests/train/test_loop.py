@@ -21,9 +21,18 @@ from jaxroll.counts import count_value
 from jaxroll.distributions import Categorical
 from jaxroll.envs import autoreset
 from jaxroll.networks import FunctionPolicy
-from jaxroll.train import History, JsonlLogger, hooks, programs, run, schedule, signals, states
+from jaxroll.train import (
+    History,
+    JsonlLogger,
+    hooks,
+    preflight,
+    programs,
+    run,
+    schedule,
+    signals,
+    states,
+)
 from jaxroll.train.checkpoint import Checkpointer, CheckpointWarning, NoCheckpointError
-from jaxroll.train.preflight import check_same_run
 from jaxroll.types import PolicyOutput
 from tests.agents.agent_toys import DRIFT, Drift, Poison, init, leaves_equal, run_actors, small
 from tests.tiers import plain
@@ -680,7 +689,9 @@ def test_another_environment_is_refused_and_other_options_of_it_are_named(tmp_pa
     with pytest.warns(CheckpointWarning, match=r"env_options\.max_steps_in_episode = 5, before"):
         shorter.train(64, resume=True, **options)
     with pytest.raises(ValueError, match=r"the run has env CartPole-v1, and goes on with it"):
-        check_same_run({"seed": 0, "env": "CartPole-v1"}, {"seed": 0, "env": "Acrobot-v1"})
+        preflight.check_same_run(
+            {"seed": 0, "env": "CartPole-v1"}, {"seed": 0, "env": "Acrobot-v1"}
+        )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
@@ -702,7 +713,7 @@ def test_a_signal_while_an_environment_hangs_saves_what_was_before_it(tmp_path, 
 
     def hang(self, *args):
         calls.append(1)
-        if len(calls) == 3:  # the first is only compiled
+        if len(calls) == 5:  # the first three only compile
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         return collect(self, *args)
@@ -717,12 +728,12 @@ def test_a_signal_while_an_environment_hangs_saves_what_was_before_it(tmp_path, 
 
 def test_the_memory_of_a_container_counts(tmp_path):
     (tmp_path / "memory").mkdir()
-    machine = programs.available_memory(tmp_path)
+    machine = preflight.available_memory(tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
-    assert programs.available_memory(tmp_path) == machine
+    assert preflight.available_memory(tmp_path) == machine
     for name in ("memory/memory.limit_in_bytes", "memory.max"):
         (tmp_path / name).write_text("4096\n")
-        assert programs.available_memory(tmp_path) == 4096
+        assert preflight.available_memory(tmp_path) == 4096
         (tmp_path / name).unlink()
 
 
