@@ -21,7 +21,7 @@ from jaxroll._version import __version__
 from jaxroll.agents import AGENTS
 from jaxroll.checks import check_choice
 from jaxroll.cli import say
-from jaxroll.config import Config, merge, parse_value
+from jaxroll.config import Config, parse_value
 from jaxroll.envs import list_envs
 from jaxroll.train.options import fields_of
 from jaxroll.train.plot import plot_runs
@@ -34,14 +34,13 @@ def train_command(args: argparse.Namespace) -> int:
     name = getattr(args, "agent", "ppo")
     if name not in AGENTS and "env" not in args and name in list_envs("gymnax"):
         raise ValueError(f"{name!r} is an environment. Use: jaxroll train ppo {name}")
-    values: dict[str, Any] = {}
+    config = Config()
     if args.config is not None:
-        values = Config.read(args.config).to_dict()
-        path = Path(args.config)
+        config, path = Config.read(args.config), Path(args.config)
         directory = path if path.is_dir() else path.parent
         if any((directory / x).exists() for x in (".lock", "metrics.jsonl", "checkpoints")):
-            values["out"] = None  # that directory is another run's
-    return _train(args, Config.from_dict(merge(values, _changes(args))))
+            config = config.replace(out=None)  # that directory is another run's
+    return _train(args, config.set(_changes(args)))
 
 
 def resume_command(args: argparse.Namespace) -> int:

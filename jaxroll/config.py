@@ -16,8 +16,8 @@ from typing import Any
 
 import tomli_w
 
-from jaxroll.checks import check_choice, check_count, did_you_mean, unknown_name
-from jaxroll.train.options import Options, fields_of, is_writable, option, path, text
+from jaxroll.checks import check_choice, check_count, did_you_mean
+from jaxroll.train.options import Options, is_writable, option, path, text
 
 GIVEN = "given:"  # before the name of an environment that no config can make, only be given
 _TABLES = ("env_options", "hyperparameters")
@@ -28,10 +28,11 @@ _WORDS = {
 }
 
 
-def _agent(name: str, value: Any) -> str:
+def agent_class(name: Any) -> Any:
+    """The class of an agent by its name, such as "ppo"."""
     from jaxroll.agents import AGENTS
 
-    return check_choice(name, value, list(AGENTS))
+    return AGENTS[check_choice("agent", name, list(AGENTS))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Config(Options):
       ValueError: unknown setting 'sed'. Did you mean 'seed'?
     """
 
-    agent: str = option("ppo", "the algorithm", _agent, "AGENT")
+    agent: str = option("ppo", "the algorithm", lambda _, name: agent_class(name) and name, "AGENT")
     env: str = option(
         "CartPole-v1", "the environment, with its source's prefix if not gymnax", text, "ENV"
     )
@@ -62,32 +63,19 @@ class Config(Options):
     hyperparameters: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        from jaxroll.agents.hyperparameters import resolve
+
         for field in dataclasses.fields(self):
             value = _plain(field.name, getattr(self, field.name))
-            if value == "none" and field.default is None:
-                value = None
-            if field.name in _TABLES:
-                if not isinstance(value, dict):
-                    raise TypeError(
-                        f"{field.name} must be a table of names and values, got {value!r}."
-                    )
-                value = {name: _without_none(item) for name, item in value.items()}
             object.__setattr__(self, field.name, value)
+            if field.name in _TABLES:
+                _check_table(field.name, value)
         super().__post_init__()
         if self.seed + self.num_seeds > 2**32:
             raise ValueError(
                 f"seed + num_seeds must be at most 2**32, got {self.seed} + {self.num_seeds}."
             )
-        known = agent_class(self.agent).hyperparameters()
-        for name, value in self.hyperparameters.items():
-            if name not in known:
-                raise ValueError(unknown_name("hyperparameter", name, known, self.agent))
-            if not known[name].is_static and isinstance(value, list | dict):
-                raise TypeError(
-                    f"{name} must be a number, got {value!r}. To try several values, use "
-                    f"jaxroll.sweep(agent, n, hyperparameters={{{name!r}: [a, b]}})."
-                )
-            known[name].check(value)
+        resolve(agent_class(self.agent), self.hyperparameters)  # for its checks
 
     # Dicts and TOML.
 
@@ -96,15 +84,20 @@ class Config(Options):
         """A config from a mapping, such as an OmegaConf one; an unknown key is an error."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name not in known:
-                raise ValueError(f"unknown setting {name!r}.{_where(name, values, known)}")
+            if name in known:
+                continue
+            agent = values.get("agent", "ppo")
+            hint = did_you_mean(name, known)
+            if name in agent_class(agent).hyperparameters():
+                hint = f" It is a hyperparameter of {agent}: write it below [hyperparameters]."
+            raise ValueError(f"unknown setting {name!r}.{hint}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that TOML and JSON can hold, None aside; changing them changes no config."""
-        first = ("agent", "env", "num_train_steps")
-        names = [f.name for f in dataclasses.fields(self) if f.name not in first]
-        return {name: _plain(name, getattr(self, name)) for name in (*first, *names)}
+        names = [field.name for field in dataclasses.fields(self)]
+        names = dict.fromkeys(["agent", "env", *names])  # these two first
+        return {name: _plain(name, getattr(self, name)) for name in names}
 
     @classmethod
     def from_toml(cls, text: str) -> Config:
@@ -117,7 +110,8 @@ class Config(Options):
 
     def to_toml(self) -> str:
         """The config as TOML, all of its settings."""
-        return tomli_w.dumps(_with_none(self.to_dict()))
+        values = {k: v for k, v in self.to_dict().items() if k not in _TABLES or v}
+        return tomli_w.dumps(_plain("config", values, none="none"))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Config:
@@ -126,8 +120,7 @@ class Config(Options):
         file = path / "config.toml" if path.is_dir() else path
         if not file.is_file():
             raise FileNotFoundError(
-                f"no config at {file}. Give a TOML file, or the directory of a run, which holds a "
-                "config.toml."
+                f"no config at {file}. Give a TOML file, or a run's directory with a config.toml."
             )
         try:
             return cls.from_toml(file.read_text(encoding="utf-8"))
@@ -137,11 +130,10 @@ class Config(Options):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the config as TOML, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(self.to_toml(), encoding="utf-8")
-        os.replace(temporary, path)
+        from jaxroll.train.files import replace_file
+
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(Path(path), self.to_toml().encode())
 
     # Changes.
 
@@ -153,17 +145,34 @@ class Config(Options):
         """A copy with settings or hyperparameters changed, by name; `env_options.x` is an option.
 
         Example:
-          >>> config = Config().set({"seed": 3, "learning_rate": 1e-3})
-          >>> config.seed, config.hyperparameters
-          (3, {'learning_rate': 0.001})
+          >>> config = Config().set({"seed": 3, "learning_rate": 1e-3, "env_options.size": 5})
+          >>> config.seed, config.hyperparameters, config.env_options
+          (3, {'learning_rate': 0.001}, {'size': 5})
         """
-        return Config.from_dict(merge(self.to_dict(), values))
+        settings = self.to_dict()
+        known = agent_class(values.get("agent", self.agent)).hyperparameters()
+        for name, value in values.items():
+            table, dot, key = name.partition(".")
+            if name in _TABLES:
+                settings[name] = dict(_check_table(name, value))
+            elif name in settings:
+                settings[name] = value
+            elif dot and table in _TABLES:
+                settings[table][key] = value
+            elif name in known:
+                settings["hyperparameters"][name] = value
+            else:
+                raise ValueError(
+                    f"{name!r} is neither a setting nor a hyperparameter of {settings['agent']}."
+                    f"{did_you_mean(name, [*settings, *known])}"
+                )
+        return Config.from_dict(settings)
 
     def complete(self) -> Config:
         """A copy that names every hyperparameter, so that new defaults do not change the run."""
         known = agent_class(self.agent).hyperparameters()
         defaults = {name: h.default for name, h in known.items()}
-        return self.replace(hyperparameters={**defaults, **self.hyperparameters})
+        return self.replace(hyperparameters=defaults | self.hyperparameters)
 
     # What it describes.
 
@@ -185,42 +194,13 @@ class Config(Options):
         return agent_class(self.agent).create(env, **self.hyperparameters)
 
 
-def agent_class(name: Any) -> Any:
-    """The class of an agent by its name, such as "ppo"."""
-    from jaxroll.agents import AGENTS
-
-    return AGENTS[_agent("agent", name)]
-
-
-def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's dict with changes by name: of a setting, a hyperparameter or an option.
-
-    Example:
-      >>> merge({"seed": 0}, {"learning_rate": 0.1, "env_options.size": 3})
-      {'seed': 0, 'env_options': {'size': 3}, 'hyperparameters': {'learning_rate': 0.1}}
-    """
-    merged = {**values, **{name: dict(values.get(name, {})) for name in _TABLES}}
-    known = {**fields_of(Config), **dict.fromkeys(_TABLES)}
-    agent = changes.get("agent", values.get("agent", "ppo"))
-    for name, value in changes.items():
-        table, dot, key = name.partition(".")
-        if dot and table in _TABLES:
-            merged[table][key] = value
-        elif name in _TABLES and not isinstance(value, Mapping):
-            raise TypeError(
-                f"{name} must be a table of names and values, got {value!r}. Set one of its "
-                f"entries: {name}.NAME=VALUE."
-            )
-        elif name in known:
-            merged[name] = value
-        elif name in (hyperparameters := agent_class(agent).hyperparameters()):
-            merged["hyperparameters"][name] = value
-        else:
-            raise ValueError(
-                f"{name!r} is neither a setting nor a hyperparameter of {agent}."
-                f"{did_you_mean(name, [*known, *hyperparameters])}"
-            )
-    return {name: value for name, value in merged.items() if name not in _TABLES or value}
+def _check_table(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} must be a table of names and values, got {value!r}. Set one of its entries: "
+            f"{name}.NAME=VALUE."
+        )
+    return value
 
 
 def parse_value(text: str) -> Any:
@@ -239,49 +219,25 @@ def parse_value(text: str) -> Any:
     return values["value"] if values.keys() == {"value"} else text
 
 
-def _plain(name: str, value: Any) -> Any:
-    """The value as TOML and JSON have it: dicts and lists for whatever mappings and sequences."""
+def _plain(name: str, value: Any, none: str | None = None) -> Any:
+    """The value as TOML and JSON have it, with `none` for None and for "none"."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, Mapping):
-        return {_plain(name, str(k)): _plain(f"{name}.{k}", v) for k, v in value.items()}
+        return {
+            _plain(name, str(k), "none"): _plain(f"{name}.{k}", v, none) for k, v in value.items()
+        }
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(name, v) for v in value]
+        return [_plain(name, v, none) for v in value]
+    if value is None or value == "none":
+        return none
     if isinstance(value, str) and not is_writable(value):
         raise ValueError(f"{name} must be text, got {value!r}.")
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
         f"{name} must be a number, a string, a list or a table, got {value!r}, which a config "
         "file cannot hold."
     )
-
-
-def _with_none(value: Any) -> Any:
-    """None as "none", at any depth; names without a value stay, empty tables do not."""
-    if isinstance(value, dict):
-        return {k: _with_none(v) for k, v in value.items() if k not in _TABLES or v}
-    if isinstance(value, list):
-        return [_with_none(v) for v in value]
-    return "none" if value is None else value
-
-
-def _without_none(value: Any) -> Any:
-    """What `_with_none` made of it."""
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_none(v) for v in value]
-    return None if value == "none" else value
-
-
-def _where(name: str, values: Mapping[str, Any], known: list[str]) -> str:
-    """The nearest setting, or the table where a hyperparameter belongs."""
-    from jaxroll.agents import AGENTS
-
-    agent = values.get("agent", "ppo")
-    if agent in list(AGENTS) and name in AGENTS[agent].hyperparameters():
-        return f" It is a hyperparameter of {agent}: write it below [hyperparameters]."
-    return did_you_mean(name, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxroll.collectors.host import HostCollector
 from jaxroll.config import GIVEN, Config
 from jaxroll.sweeps import Sweep
 from jaxroll.train.history import History
+from jaxroll.train.options import Options, fields_of
 from jaxroll.train.preflight import as_eval_env, check_budget, check_traces
 from jaxroll.train.programs import make_program
 from jaxroll.types import Rollout
@@ -51,7 +53,13 @@ class DistributedTrainer:
         train_env: Any = None,
         test_env: Any = None,
     ):
-        config = _as_config(config)
+        if isinstance(config, str | os.PathLike):
+            config = Config.read(config)
+        elif isinstance(config, Mapping):
+            config = Config.from_dict(config)
+        elif not isinstance(config, Config):
+            kind = type(config).__name__
+            raise TypeError(f"config must be a Config, a mapping or a path, got {kind}.")
         if isinstance(train_env, str):
             config, train_env = config.replace(env=train_env), None
         self.train_env = config.make_env() if train_env is None else train_env
@@ -64,7 +72,13 @@ class DistributedTrainer:
             seeds = range(config.seed, config.seed + config.num_seeds)
             self.agent = Sweep.create(self.agent, seeds=seeds)
         check_budget(self.agent, config.num_train_steps)
-        self._check_devices()
+        count, num_actors = config.devices or 1, self.agent.num_actors
+        if num_actors % count:
+            raise ValueError(
+                f"devices must divide num_actors = {num_actors}, got {count}. Use num_actors = "
+                f"{count} (--num-actors {count}) or a multiple of it, or one of "
+                f"{divisors(num_actors)} devices."
+            )
         self.history = History()
         self._state: Any = None
 
@@ -77,11 +91,8 @@ class DistributedTrainer:
     def state(self) -> Any:
         """The current TrainState: of the last `train` or `load`, at first that of step 0."""
         if self._state is None:
-            program = make_program(self.agent, None, "fast")
-            try:
+            with contextlib.closing(make_program(self.agent, None, "fast")) as program:
                 self._state = program.init(self.config.seed)
-            finally:
-                program.close()
         return self._state
 
     def act(self, actor: int = 0) -> Rollout:
@@ -128,31 +139,25 @@ class DistributedTrainer:
           (state, history); of several seeds the state's leaves are [N, ...] and each row has a
           `seed`.
         """
-        config = self.config
-        names = (
-            *("seed", "reduction", "log_interval", "eval_interval", "num_eval_episodes"),
-            *("checkpoint_interval", "keep_checkpoints", "keep_best", "target_return"),
-            *("time_budget", "nonfinite", "init_model_path", "loggers"),
-        )
-        mesh = self.make_mesh()
+        out, mesh = self.out, self.make_mesh()
         is_first = jax.process_index() == 0  # the others may find what it has written by now
-        if is_first and not resume and self.out and (self.out / "config.toml").exists():
+        if is_first and not resume and out and (out / "config.toml").exists():
             raise FileExistsError(
-                f"{self.out} holds a run already. Use train(resume=True) to go on with it, or "
-                "another out."
+                f"{out} holds a run already. Use train(resume=True) to go on with it, or another "
+                "out."
             )
+        options = {name: getattr(self.config, name) for name in fields_of(Options)}
+        options["progress"] = progress or self.config.progress
         self._state, self.history = train_lib.train(
             self.agent,
-            config.num_train_steps,
-            **{name: getattr(config, name) for name in names},
+            **options,
             mesh=mesh,
-            checkpoint_dir=self.out,
+            checkpoint_dir=out,
             resume=resume,
             eval_env=self.test_env,
             callbacks=callbacks,
-            progress=config.progress if progress is None else progress,
-            config={"config": config.to_dict()},
-            on_begin=self._write_config,
+            config={"config": self.config.to_dict()},
+            on_begin=lambda: out and self.config.write(out / "config.toml"),
             on_signal=on_signal,
             own_process=own_process,
         )
@@ -169,20 +174,12 @@ class DistributedTrainer:
           deterministic: act with the distribution's mode.
 
         Returns:
-          `episode_return`, its deviation `episode_return_std` and `episode_length` over the
-          episodes that ended, `num_unfinished` of those that did not, and each episode's
-          `episode_returns` (NaN if it did not end) and `episode_lengths`; of several seeds the mean
-          over all episodes, with `seed_returns` for each and [N, episodes] arrays.
+          as `agent.eval`; of several seeds the mean over all episodes, with `seed_returns` for
+          each and [N, episodes] arrays.
         """
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
-        result = train_lib.evaluate(
-            self.agent,
-            self.state,
-            count,
-            seed=seed,
-            deterministic=deterministic,
-            env=self.test_env,
-        )
+        options = {"seed": seed, "deterministic": deterministic, "env": self.test_env}
+        result = train_lib.evaluate(self.agent, self.state, count, **options)
         if isinstance(self.agent, Sweep):
             names = ("episode_returns", "episode_lengths", "is_complete")
             means = train_lib.episode_means(*(result[name].reshape(-1) for name in names))
@@ -196,11 +193,7 @@ class DistributedTrainer:
           path: None: `model` in the run's directory, replaced if it is there.
           overwrite: whether to replace what an earlier `save` wrote to `path`.
         """
-        if path is None and self.out is None:
-            raise ValueError(
-                'the config names no out, so save needs a path: trainer.save("runs/first/model").'
-            )
-        target = Path(path) if path is not None else Path(str(self.config.out)) / "model"
+        target = self._run_path("save") / "model" if path is None else Path(path)
         train_lib.save(self.agent, self.state, target, overwrite=overwrite or path is None)
         return target
 
@@ -211,12 +204,9 @@ class DistributedTrainer:
           path: of `save`, or a run's directory; None: the config's `out`.
           best: take the run's best checkpoint, by `eval_episode_return`, instead of the newest.
         """
-        if path is None and self.out is None:
-            raise ValueError("the config names no out, so load needs a path.")
-        source = Path(path) if path is not None else Path(str(self.config.out))
-        self._state = train_lib.load(
-            self.agent, train_lib.best_checkpoint(source) if best else source
-        )
+        source = self._run_path("load") if path is None else Path(path)
+        source = train_lib.best_checkpoint(source) if best else source
+        self._state = train_lib.load(self.agent, source)
         return self._state
 
     def check(self) -> None:
@@ -230,18 +220,13 @@ class DistributedTrainer:
             return parallel.make_mesh()
         return None if self.config.devices is None else parallel.make_mesh(self.config.devices)
 
-    def _write_config(self) -> None:
-        if self.out is not None:
-            self.config.write(self.out / "config.toml")
-
-    def _check_devices(self) -> None:
-        count, num_actors = self.config.devices, self.agent.num_actors
-        if count is not None and num_actors % count:
+    def _run_path(self, method: str) -> Path:
+        if self.out is None:
             raise ValueError(
-                f"the number of devices must divide num_actors = {num_actors}, got {count}. Use "
-                f"num_actors = {count} or a multiple of it (on the command line --num-actors "
-                f"{count}), or as many devices as one of {divisors(num_actors)}."
+                f"the config names no out, so {method} needs a path: "
+                f'trainer.{method}("runs/first/model").'
             )
+        return self.out
 
 
 def _settings_of(env: Any, name: str) -> dict[str, Any]:
@@ -255,13 +240,3 @@ def _settings_of(env: Any, name: str) -> dict[str, Any]:
         except (TypeError, ValueError):  # an option that a file cannot hold
             pass
     return {"env": GIVEN + name, "env_options": {}}
-
-
-def _as_config(config: Any) -> Config:
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, Mapping):
-        return Config.from_dict(config)
-    if isinstance(config, str | os.PathLike):
-        return Config.read(config)
-    raise TypeError(f"config must be a Config, a mapping or a path, got {type(config).__name__}.")

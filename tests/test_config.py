@@ -11,7 +11,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from jaxroll.agents import AGENTS
 from jaxroll.checks import RENAMED
-from jaxroll.config import Config, merge, parse_value
+from jaxroll.config import Config, parse_value
 from jaxroll.train.options import Options, fields_of
 from jaxroll.trainer import DistributedTrainer
 
@@ -44,7 +44,7 @@ def configs(draw):
     )
     return Config(
         agent=agent,
-        env=draw(_text.filter(bool)),
+        env=draw(_text.filter(lambda s: s not in ("", "none"))),  # "none" is None
         seed=draw(st.integers(0, 2**30)),
         num_seeds=draw(st.integers(1, 1000)),
         devices=draw(st.none() | st.integers(1, 64)),
@@ -160,7 +160,7 @@ def test_changes_go_where_they_belong():
     assert config.hyperparameters == {"num_envs": 8}
     assert (config.env_options, config.seed) == ({"size": 3}, 1)
     with pytest.raises(ValueError, match="Did you mean 'num_mini_batch'"):
-        merge({}, {"num_minibatch": 4})
+        Config().set({"num_minibatch": 4})
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,19 @@ def test_changes_go_where_they_belong():
 )
 def test_values_on_the_command_line_are_toml_or_text(text, value):
     assert parse_value(text) == value
+
+
+def test_changes_leave_the_mapping_that_was_given_as_it_was():
+    given = {"num_envs": 8}
+    config = Config().set({"hyperparameters": given, "num_steps": 4})
+    assert config.hyperparameters == {"num_envs": 8, "num_steps": 4}
+    assert given == {"num_envs": 8}
+
+
+def test_none_is_none_as_a_value_and_a_name_as_a_name():
+    config = Config(env_options={"none": "none", "x": [None, {"none": 1}]})
+    assert config.env_options == {"none": None, "x": [None, {"none": 1}]}
+    assert Config.from_toml(config.to_toml()) == config
 
 
 def test_hyperparameters_reach_the_agent_as_given():

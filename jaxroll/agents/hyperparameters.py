@@ -106,6 +106,11 @@ class Hyperparameter:
         return {k: self._check_number(f"{self.name}[{k!r}]", x) for k, x in value.items()}
 
     def _check_number(self, name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise TypeError(
+                f"{name} must be a number, got {value!r}. To try several values, use "
+                f"jaxroll.sweep(agent, n, hyperparameters={{{name!r}: [a, b]}})."
+            )
         if value is None and self.none is not None:
             value = self.none
         finite = self.none is None or not np.isinf(self.none)
