@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxroll.envs.base import HostEnv, HostStep
-from jaxroll.spaces import zeros
+from jaxroll.envs.base import HostEnv, HostStep, empty_step
 from jaxroll.types import Array, PyTree
 
 
@@ -48,18 +47,20 @@ class CallbackEnv:
         self.envs = envs
         self._error: BaseException | None = None
         self._steps_taken = -1  # not reset yet
-        self._last = self._example()
+        self._last = empty_step(self.envs)
 
     def reset(self, seed: int) -> tuple[Array, PyTree]:
         """Start an episode in each environment, outside of jit: (token, obs)."""
         obs = self.envs.reset(seed)
         self._error, self._steps_taken = None, 0
-        self._last = self._fill(self._example()._replace(obs=obs, final_obs=obs))
+        self._last = self._fill(empty_step(self.envs)._replace(obs=obs, final_obs=obs))
         return jnp.zeros((), jnp.int32), jax.device_put(self._last.obs, may_alias=False)
 
     def step(self, token: Array, actions: PyTree) -> tuple[Array, HostStep]:
         """One step in each environment, inside jit: (token, step)."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._example())
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_step(self.envs)
+        )
         token_shape = jax.ShapeDtypeStruct((), np.int32)
         return io_callback(self._call, (token_shape, shapes), token, actions)
 
@@ -96,13 +97,6 @@ class CallbackEnv:
             except BaseException as error:
                 self._error = error
         return token + np.int32(1), self._last
-
-    def _example(self) -> HostStep:
-        num_envs = self.envs.num_envs
-        obs = zeros(self.envs.observation_space, (num_envs,))
-        flags = np.zeros(num_envs, bool)
-        reward = np.zeros(num_envs, np.float32)
-        return HostStep(obs, reward, flags, flags, obs, flags, flags)
 
     def _fill(self, step: HostStep) -> HostStep:
         """Copies that the environments do not write into, with no field missing."""

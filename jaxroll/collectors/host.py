@@ -19,14 +19,16 @@ own are left to after.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
+import itertools
+import types
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxroll.checks import check_count, check_divides, check_flag
 from jaxroll.collectors.batched import (
     action_draws,
     steps_together,
@@ -35,10 +37,9 @@ from jaxroll.collectors.batched import (
 )
 from jaxroll.collectors.episodes import count_episodes
 from jaxroll.collectors.rollout import RESET_FOLD
-from jaxroll.envs.base import HostEnv, HostStep
+from jaxroll.envs.base import HostEnv, HostStep, empty_step
 from jaxroll.envs.check import check_host_reset, check_host_step
 from jaxroll.networks import as_policy
-from jaxroll.spaces import zeros
 from jaxroll.types import (
     ActorState,
     Array,
@@ -95,12 +96,14 @@ class HostCollector:
                 f"HostCollector needs open environments, a HostEnv, got {type(envs).__name__}. "
                 "Open them: spec.make(num_envs); for a JAX environment use collect."
             )
-        if max_truncations is not None and max_truncations < 0:
-            raise ValueError(f"max_truncations must be 0 or more, got {max_truncations}.")
+        if max_truncations is not None:
+            check_count("max_truncations", max_truncations, at_least=0)
+        if sequence_length is not None:
+            check_count("sequence_length", sequence_length)
         self.envs, self.policy = envs, as_policy(policy)
         self._sequence_length, self._max_truncations = sequence_length, max_truncations
-        self._bootstrap = bootstrap
-        self._programs = _programs(self.policy, deterministic)
+        self._bootstrap = check_flag("bootstrap", bootstrap)
+        self._programs = _programs(self.policy, check_flag("deterministic", deterministic))
         self._steps_taken = -1  # not reset yet
 
     def init(self, key: jax.Array) -> ActorState:
@@ -117,8 +120,23 @@ class HostCollector:
 
     def rehearse(self, params: PyTree, actor: ActorState, num_steps: int) -> Rollout:
         """A rollout that touches no environment: all that `collect` needs is compiled by it."""
+        envs, calls = self.envs, itertools.count()
+        empty = empty_step(envs)
+
+        def step(actions: PyTree) -> HostStep:
+            """Nothing happens, but the first step truncates, so that this is compiled too."""
+            cut = np.full(envs.num_envs, next(calls) == 0)
+            final_obs = None if envs.resets_on_next_step else empty.final_obs
+            return empty._replace(truncated=cut, final_obs=final_obs, valid=~empty.valid)
+
         other = copy.copy(self)
-        other.envs, other._steps_taken = _Still(self.envs), int(actor.env)
+        other.envs = types.SimpleNamespace(
+            num_envs=envs.num_envs,
+            observation_space=envs.observation_space,
+            resets_on_next_step=envs.resets_on_next_step,
+            step=step,
+        )
+        other._steps_taken = int(actor.env)
         return other.collect(params, actor, num_steps)[1]
 
     def collect(
@@ -131,7 +149,9 @@ class HostCollector:
           where a step was not truncated, or was terminated as well; `valid` is there only if
           the environments reset on the next step.
         """
-        length = self._checked_length(num_steps)
+        num_steps = check_count("num_steps", num_steps)
+        length = self._sequence_length or num_steps
+        check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
         self._check_actor(actor)
         envs, programs, carry = self.envs, self._programs, actor.carry
         together = steps_together(self.policy, actor, num_steps)
@@ -156,15 +176,14 @@ class HostCollector:
             if step.truncated.any():
                 cut = np.flatnonzero(step.truncated & ~step.terminated)
                 final_obs = step.obs if step.final_obs is None else step.final_obs
-                cuts.append(_Cut.create(t, cut, final_obs, carry))
+                seen = jax.tree.map(lambda x, cut=cut: np.asarray(x)[cut], (carry, final_obs))
+                cuts.append(_Cut(t, cut, seen))
         self._steps_taken += num_steps
 
         _, rows = written
         if self._bootstrap and not envs.resets_on_next_step and jax.tree.leaves(values):
-            rows["bootstrap_value"] = _final_values(
-                programs.value, params, cuts, values, envs.num_envs
-            )
-        final = self._final(cuts, actor.obs, carry, num_steps)
+            rows["bootstrap_value"] = _final_values(programs.value, params, cuts, values)
+        final = self._final_rows(cuts, (carry, actor.obs), num_steps)
         after = actor.replace(obs=obs, carry=carry, env=np.int32(self._steps_taken))
         return programs.finish(
             self._bootstrap,
@@ -197,28 +216,24 @@ class HostCollector:
             ),
         )
 
-    def _final(self, cuts: list[_Cut], obs: PyTree, carry: PyTree, num_steps: int) -> FinalRows:
-        """`FinalRows` in numpy, from the steps that were cut."""
-        rows = self._max_truncations
-        if rows is None:
-            rows = 1 if self._bootstrap else num_steps
-        shape = (rows, self.envs.num_envs)
-
-        def empty(x: Array) -> np.ndarray:
-            return np.zeros((rows, *x.shape), x.dtype)
-
-        obs, carries = jax.tree.map(empty, (obs, carry))
-        step, written = np.full(shape, num_steps, np.int32), np.zeros(shape[1], np.int64)
+    def _final_rows(self, cuts: list[_Cut], like: PyTree, num_steps: int) -> FinalRows:
+        """The first S of each environment's truncated steps, in numpy."""
+        num_rows, num_envs = self._max_truncations, self.envs.num_envs
+        if num_rows is None:
+            num_rows = 1 if self._bootstrap else num_steps
+        buffers = jax.tree.map(lambda x: np.zeros((num_rows, *x.shape), x.dtype), like)
+        step = np.full((num_rows, num_envs), num_steps, np.int32)
+        written = np.zeros(num_envs, np.int64)
         for cut in cuts:
-            kept = written[cut.envs] < rows
-            envs = cut.envs[kept]
-            index = written[envs], envs
-            for tree, source in ((obs, cut.obs), (carries, cut.carry)):
-                jax.tree.map(lambda x, y, i=index, k=kept: x.__setitem__(i, y[k]), tree, source)
+            kept = written[cut.envs] < num_rows
+            index = written[cut.envs[kept]], cut.envs[kept]
             step[index] = cut.step
+            for buffer, x in zip(jax.tree.leaves(buffers), jax.tree.leaves(cut.seen)):
+                buffer[index] = x[kept]
             written[cut.envs] += 1
-        lost = np.maximum(written - rows, 0).sum() * (not self._bootstrap)
-        return FinalRows(obs=obs, carry=carries, step=step, overflow=np.int32(lost))
+        carry, obs = buffers
+        lost = 0 if self._bootstrap else np.maximum(written - num_rows, 0).sum()
+        return FinalRows(obs=obs, carry=carry, step=step, overflow=np.int32(lost))
 
     def _check_actor(self, actor: ActorState) -> None:
         if int(actor.env) != self._steps_taken:
@@ -228,41 +243,6 @@ class HostCollector:
                 f"{int(actor.env)}: host environments cannot be set back. Use the state that the "
                 "last collect returned, or reset them: actor = collector.restart(actor)."
             )
-
-    def _checked_length(self, num_steps: int) -> int:
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
-        length = num_steps if self._sequence_length is None else self._sequence_length
-        if length < 1 or num_steps % length:
-            raise ValueError(
-                f"sequence_length must divide num_steps = {num_steps}, got {length}. Use a "
-                "divisor, or num_steps that is a multiple of it."
-            )
-        return length
-
-
-class _Still(HostEnv):
-    """Environments of the shapes of others in which nothing happens, but the first step cuts."""
-
-    def __init__(self, envs: HostEnv):
-        self.num_envs = envs.num_envs
-        self.observation_space, self.action_space = envs.observation_space, envs.action_space
-        self.resets_on_next_step = envs.resets_on_next_step
-        self._is_first_step = True
-
-    def reset(self, seed: int) -> PyTree:
-        """Zeros, as the first observations."""
-        return zeros(self.observation_space, (self.num_envs,))
-
-    def step(self, actions: PyTree) -> HostStep:
-        """Zeros, all valid."""
-        obs, no = self.reset(0), np.zeros(self.num_envs, bool)
-        cut, self._is_first_step = no | self._is_first_step, False
-        final_obs = None if self.resets_on_next_step else obs
-        return HostStep(obs, no.astype(np.float32), no, cut, final_obs, ~no, no)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _copy(tree: PyTree) -> PyTree:
@@ -280,40 +260,30 @@ class _Steps(NamedTuple):
     valid: Array  # [T, B]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
+class _Cut(NamedTuple):
     """The environments that one step truncated, n of them."""
 
     step: int
     envs: np.ndarray  # [n]
-    obs: PyTree  # [n, ...] final observations
-    carry: PyTree  # [n, ...] with which to value them
-
-    @classmethod
-    def create(cls, step: int, envs: np.ndarray, final_obs: PyTree, carry: PyTree) -> _Cut:
-        def rows(x: Array) -> np.ndarray:
-            return np.asarray(x)[envs]
-
-        return cls(step, envs, jax.tree.map(rows, final_obs), jax.tree.map(rows, carry))
+    seen: PyTree  # [n, ...] (carry, final observation), with which to value them
 
 
-def _final_values(
-    value: Any, params: PyTree, cuts: list[_Cut], zero: PyTree, num_envs: int
-) -> PyTree:
+def _final_values(value: Any, params: PyTree, cuts: list[_Cut], zero: PyTree) -> PyTree:
     """[T, B] V(final observation) where a step was cut, 0 elsewhere."""
     values = jax.tree.map(np.array, zero)
     if not cuts:
         return values
+    num_envs = jax.tree.leaves(values)[0].shape[1]
     steps = np.concatenate([np.full(len(cut.envs), cut.step) for cut in cuts])
     envs = np.concatenate([cut.envs for cut in cuts])
-    tree = jax.tree.map(lambda *x: np.concatenate(x), *((cut.carry, cut.obs) for cut in cuts))
+    seen = jax.tree.map(lambda *x: np.concatenate(x), *(cut.seen for cut in cuts))
     for start in range(0, len(steps), num_envs):
         # B rows at a time, the last ones repeated, so that one program serves any number.
         rows = np.minimum(np.arange(start, start + num_envs), len(steps) - 1)
-        carry, obs = jax.tree.map(lambda x, rows=rows: x[rows], tree)
-        index = steps[rows], envs[rows]
+        carry, obs = jax.tree.map(lambda x, rows=rows: x[rows], seen)
         found = value(params, carry, obs, np.zeros(num_envs, bool))
-        jax.tree.map(lambda x, v, i=index: x.__setitem__(i, v), values, found)
+        for stream, v in zip(jax.tree.leaves(values), jax.tree.leaves(found)):
+            stream[steps[rows], envs[rows]] = v
     return values
 
 

@@ -375,6 +375,13 @@ class HostEnv(abc.ABC):
         self.close()
 
 
+def empty_step(envs: HostEnv) -> HostStep:
+    """Zeros and False in the shapes of a step."""
+    obs = zeros(envs.observation_space, (envs.num_envs,))
+    no = np.zeros(envs.num_envs, bool)
+    return HostStep(obs, no.astype(np.float32), no, no, obs, no, no)
+
+
 class HostEnvSpec(abc.ABC):
     """How to make host environments: a frozen, hashable value that keeps none open.
 
