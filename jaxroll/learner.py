@@ -235,47 +235,50 @@ def _sum_of_chunks(grad: Callable[..., Any], params: PyTree, batch: Any, rows: i
 
 def apply_gradient(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, grads: PyTree
-) -> tuple[PyTree, PyTree, dict[str, Array]]:
-    """One optimiser step; a gradient that is not finite changes nothing and is counted.
+) -> tuple[PyTree, PyTree, Array]:
+    """One optimiser step; a gradient that is not finite changes nothing.
 
     Returns:
-      (params, opt_state, report): `grad_norm` [], before clipping, and `nonfinite` [leaves]
-      int32, 1 for each leaf of params whose gradient is not finite.
+      (params, opt_state, norm): the norm [] of the gradient before clipping, not finite if the
+      step was left out.
 
     Example:
       >>> adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
       >>> params, grads = {"w": jnp.zeros(2)}, {"w": jnp.array([3.0, -4.0])}
-      >>> params, _, report = apply_gradient(adam, params, adam.init(params), grads)
-      >>> params["w"].round(3), float(report["grad_norm"])
+      >>> params, _, norm = apply_gradient(adam, params, adam.init(params), grads)
+      >>> params["w"].round(3), float(norm)
       (Array([-0.1,  0.1], dtype=float32), 5.0)
     """
-    leaves = [g.astype(jnp.float32) for g in jax.tree.leaves(grads)]
-    squares = jnp.stack([jnp.sum(jnp.square(g)) for g in leaves])
-    norm = jnp.sqrt(jnp.sum(squares))
-    finite = jnp.isfinite(norm)
+    norm = jnp.sqrt(jnp.sum(jnp.stack(_squares(grads))))
     with jax.numpy_dtype_promotion("standard"):  # a user's strict setting is not for optax
         updates, new_state = optimizer.update(grads, opt_state, params)
     # Chosen number by number, without a branch: a branch on data makes the host wait on a GPU.
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
+        lambda new, old: jnp.where(jnp.isfinite(norm), new, old),
         (optax.apply_updates(params, updates), new_state),
         (params, opt_state),
     )
-    return (
-        params,
-        opt_state,
-        {"grad_norm": jnp.where(finite, norm, 0), "nonfinite": _nonfinite(squares, finite)},
-    )
+    return params, opt_state, norm
 
 
-def _nonfinite(squares: Array, finite: Array) -> Array:
-    """[leaves] 1 where a leaf's squares do not add up to a number, if the norm is not finite.
+def nonfinite_leaves(grads: PyTree) -> Array:
+    """[leaves] int32: 1 for each leaf of a gradient that makes its norm other than finite.
 
     All squares may be finite and their sum not: then the leaf of the largest is named.
+
+    Example:
+      >>> nonfinite_leaves({"b": jnp.zeros(2), "w": jnp.array([1.0, jnp.nan])})
+      Array([0, 1], dtype=int32)
     """
+    squares = jnp.stack(_squares(grads))
     bad = ~jnp.isfinite(squares)
     largest = jnp.arange(len(squares)) == jnp.argmax(squares)
-    return (~finite & jnp.where(jnp.any(bad), bad, largest)).astype(jnp.int32)
+    bad = jnp.where(jnp.any(bad), bad, largest & ~jnp.isfinite(jnp.sum(squares)))
+    return bad.astype(jnp.int32)
+
+
+def _squares(grads: PyTree) -> list[Array]:
+    return [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
 
 
 def minibatch_updates(
@@ -290,7 +293,7 @@ def minibatch_updates(
     split_rows: bool = False,
     axis_name: Any = None,
     reduction: Reduction = "fast",
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> tuple[PyTree, PyTree, PyTree, dict[str, Array]]:
     """Epochs × minibatches as one scan: minibatch i is the union of the actors' minibatches i.
 
     Args:
@@ -306,13 +309,24 @@ def minibatch_updates(
       reduction: "fast" or "exact".
 
     Returns:
-      (params, opt_state, metrics): metrics have a leading axis [E·M].
+      (params, opt_state, metrics, report): metrics have a leading axis [E·M]; the report is
+      `grad_norm` [E·M], 0 for a step that was left out, and `nonfinite` [leaves] int32, how many
+      steps were left out in each leaf that made the last of them not finite.
     """
+    # Params and gradient as one vector: the norm and the guard of a dozen small leaves cost more
+    # than their work (PPO on CartPole at 4 environments: 1.2 ×). The optimiser sees the leaves.
+    flat, unravel = ravel_pytree(params)
+
+    def update(grads: Array, opt_state: PyTree, params: Array) -> tuple[Array, PyTree]:
+        updates, opt_state = optimizer.update(unravel(grads), opt_state, unravel(params))
+        return ravel_pytree(updates)[0], opt_state
+
+    on_vector = optax.GradientTransformation(optimizer.init, update)  # type: ignore[arg-type]
     rows = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), plans)
     count = rows.indices.shape[1]
 
-    def step(carry: tuple[PyTree, PyTree], row: MinibatchPlan) -> tuple[Any, Any]:
-        params, opt_state = carry
+    def step(carry: tuple[Array, PyTree, Array], row: MinibatchPlan) -> tuple[Any, Any]:
+        flat, opt_state, refused = carry
         # Gathering is exact however it is batched; only arithmetic must go actor by actor.
         if count == 1:
             storage, row = jax.tree.map(lambda x: x[0], (storages, row))
@@ -322,15 +336,22 @@ def minibatch_updates(
         if prepare is not None:
             batches = map_actors(prepare, batches, reduction=reduction)
         grads, metrics = gradient(
-            loss,
-            params,
+            lambda flat, batch: loss(unravel(flat), batch),
+            flat,
             batches,
             axis_name=axis_name,
             reduction=reduction,
             split_rows=split_rows,
         )
-        params, opt_state, report = apply_gradient(optimizer, params, opt_state, grads)
-        return (params, opt_state), (metrics, report)
+        flat, opt_state, norm = apply_gradient(on_vector, flat, opt_state, grads)
+        refused = jnp.where(jnp.isfinite(norm), refused, grads)
+        return (flat, opt_state, refused), (metrics, norm)
 
-    (params, opt_state), metrics = jax.lax.scan(step, (params, opt_state), rows)
-    return params, opt_state, metrics
+    carry = (flat, opt_state, jnp.zeros_like(flat))
+    (flat, opt_state, refused), (metrics, norms) = jax.lax.scan(step, carry, rows)
+    is_finite = jnp.isfinite(norms)
+    report = {
+        "grad_norm": jnp.where(is_finite, norms, 0),
+        "nonfinite": nonfinite_leaves(unravel(refused)) * jnp.sum(~is_finite, dtype=jnp.int32),
+    }
+    return unravel(flat), opt_state, metrics, report

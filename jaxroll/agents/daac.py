@@ -184,13 +184,13 @@ class DAAC(OnPolicyAgent):
 
         optimizer = self.optimizer(self.current_learning_rate(learner))
         policy_rows = storages.policy_rows()
-        actor, actor_state, (metrics, report) = epochs(
+        actor, actor_state, metrics, report = epochs(
             policy_rows, 0, self.num_epochs, self.loss, optimizer, "actor"
         )
         value_rows, value_optimizer = storages.value_rows(), self.value_optimizer(learner)
 
         def train_value() -> tuple[PyTree, PyTree, dict[str, Any]]:
-            critic, critic_state, (metrics, report) = epochs(
+            critic, critic_state, metrics, report = epochs(
                 value_rows,
                 VALUE_FOLD,
                 self.value_epochs,

@@ -29,7 +29,13 @@ from jaxroll.agents.shared import ExplainedVariance, clear_rows
 from jaxroll.agents.states import LearnerState, TrainState
 from jaxroll.checks import check_divides
 from jaxroll.envs import time_limit
-from jaxroll.learner import Reduction, apply_gradient, gradient, map_actors
+from jaxroll.learner import (
+    Reduction,
+    apply_gradient,
+    gradient,
+    map_actors,
+    nonfinite_leaves,
+)
 from jaxroll.metrics import Last, Mean, Sum
 from jaxroll.storages import DistributedStorage, Unrolls
 from jaxroll.types import ActorState, Array, PyTree, Rollout
@@ -306,12 +312,12 @@ class IMPALA(DistributedAgent):
                 mean=False,
                 **across,
             )
-            params, opt_state, report = apply_gradient(optimizer, params, opt_state, grads)
+            params, opt_state, norm = apply_gradient(optimizer, params, opt_state, grads)
             first = jax.tree.map(lambda x: x[0], ring.slots)
             counters = ring.replace(slots=first, counters_=counters).update().counters_
             metrics["policy_lag"] = Mean.of(lag.astype(jnp.float32))
-            metrics["grad_norm"] = Mean.of(report["grad_norm"])
-            metrics["nonfinite"] = Sum(report["nonfinite"])
+            metrics["grad_norm"] = Mean.of(jnp.where(jnp.isfinite(norm), norm, 0))
+            metrics["nonfinite"] = Sum(nonfinite_leaves(grads))
             return (params, opt_state, counters, version + 1), metrics
 
         carry = (learner.params, learner.opt_state, ring.counters_, learner.version)

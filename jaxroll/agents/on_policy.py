@@ -321,7 +321,7 @@ class OnPolicyAgent(DistributedAgent):
             storages,
             reduction=across["reduction"],
         )
-        params, opt_state, (metrics, report) = minibatch_updates(
+        params, opt_state, metrics, report = minibatch_updates(
             lambda params, batch: checked_loss(
                 self.loss, self.with_normalizer(params, learner), batch
             ),
@@ -368,7 +368,7 @@ def gradient_metrics(report: dict[str, Array]) -> dict[str, Any]:
     """`grad_norm` and `nonfinite` of all minibatches."""
     return {
         "grad_norm": Mean.of(report["grad_norm"]),
-        "nonfinite": Sum(jnp.sum(report["nonfinite"], 0, dtype=jnp.int32)),
+        "nonfinite": Sum(report["nonfinite"]),
     }
 
 

@@ -6,9 +6,11 @@ from the actor's own data, and the tree and dtypes of an `ActorState` never chan
 
 A truncated step bootstraps from V(final observation), under the carry that the policy had there.
 Keeping every final observation would double the memory, valuing every one would double the
-forward pass; so the scan writes only those of truncated steps into S rows for each environment,
-and V is computed once, after the scan. A time limit L allows at most S = ⌈T / L⌉ of them. Where
-no limit is known, V is computed within each step.
+forward pass; so only those of truncated steps are kept, in S rows for each environment, and V is
+computed once, after the scan. A time limit L allows at most S = ⌈T / L⌉ of them. Where no limit is
+known, V is computed within each step. Small observations are stacked by the scan and the rows taken
+afterwards (PPO on CartPole at 4 environments: 1.1 × faster than writing rows); of larger ones the
+scan writes the rows.
 
 What no later step needs is left to after the scan, for many rows at once: log-probabilities, and
 the values of a feed-forward policy whose critic is a network of its own. What an environment takes
@@ -61,8 +63,8 @@ from jaxroll.varying import vary_as
 RESET_FOLD = 2**31 - 1
 # What environments draw ahead, such as the starts of episodes, takes so many bytes at most.
 _DRAWN_BYTES = 2**23
-# Final observations of up to so many bytes in all rows are chosen by `where`; more are scattered.
-_SMALL_ROWS = 512
+# Final observations, with the carry, of up to so many bytes are stacked over the steps.
+_SMALL_FINAL = 512
 
 
 def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorState:
@@ -106,15 +108,6 @@ def init_actor(env: Any, policy: Any, key: jax.Array, num_envs: int) -> ActorSta
     return vary_as(actor, like=key)
 
 
-class _Final(Node):
-    """The rows of truncated steps, as the scan writes them."""
-
-    obs: PyTree  # [S, B, ...]
-    carry: PyTree  # [S, B, ...]
-    step: Array  # [S, B]; T where none was written
-    count: Array  # [B] rows written, or that would have been
-
-
 class _Running(Node):
     """What the scan carries: all else is read off the stacked rows afterwards."""
 
@@ -122,7 +115,8 @@ class _Running(Node):
     obs: PyTree
     carry: PyTree
     is_first: Array
-    final: _Final
+    final: PyTree  # (observation, carry) [S, B, ...], where the scan writes them
+    num_final: Array  # [B] truncated steps so far
 
 
 def collect(
@@ -196,9 +190,11 @@ def collect(
     draws = action_draws(policy, params, actor, policy_key, num_steps, deterministic)
     act_extras = getattr(policy, "act_extras", None)
     together = steps_together(policy, actor, num_steps)
+    stacks_final = rows > 0 and _bytes_per_env(actor.obs, actor.carry) <= _SMALL_FINAL
+    writes_final = rows > 0 and not stacks_final
 
-    def step(state: _Running, inputs: tuple) -> tuple[_Running, tuple[Transition, Any]]:
-        t, env_draw, draw = inputs
+    def step(state: _Running, inputs: tuple) -> tuple[_Running, tuple[Transition, Any, PyTree]]:
+        env_draw, draw = inputs
         carry, output = policy.apply(params, state.carry, state.obs, state.is_first)
         action = take_action(output.distribution, draw, deterministic)
         env_state, timestep = jax.vmap(env.step)(draw_now(env_draw), state.env, action)
@@ -222,32 +218,36 @@ def collect(
         if not isinstance(distribution, Distribution):  # it may not know a time axis
             transition = transition.replace(log_prob=distribution.log_prob(action))
             distribution = None
-        final = state.final
-        if rows:  # row S does not exist: what is not cut goes there and is dropped
-            row = jnp.where(cut, final.count, rows)
-            new = (timestep.final_obs, carry, jnp.broadcast_to(t, cut.shape))
-            written = _write((final.obs, final.carry, final.step), row, new)
-            final = _Final(*written, count=final.count + cut.astype(jnp.int32))
+        final, num_final = (timestep.final_obs, carry), state.num_final
+        if writes_final:  # row S does not exist: what is not cut goes there and is dropped
+            index = (jnp.where(cut, num_final, rows), jnp.arange(num_envs))
+            final = jax.tree.map(
+                lambda rows, x: rows.at[index].set(x, mode="drop", unique_indices=True),
+                state.final,
+                final,
+            )
+            num_final = num_final + cut.astype(jnp.int32)
         state = _Running(
             env=keep_types(env_state, state.env, "the environment's state"),
             obs=keep_types(timestep.obs, state.obs, "the observation"),
             carry=keep_types(carry, state.carry, "the policy's carry"),
             is_first=terminated | truncated,
-            final=final,
+            final=final if writes_final else (),
+            num_final=num_final,
         )
-        return state, (transition, distribution)
+        return state, (transition, distribution, final if stacks_final else ())
 
     state = _Running(
         env=actor.env,
         obs=actor.obs,
         carry=actor.carry,
         is_first=actor.is_first,
-        final=_no_rows(actor, rows, num_steps),
+        final=_empty_rows(actor, rows) if writes_final else (),
+        num_final=jnp.zeros_like(actor.statistics.episode_length) if writes_final else (),
     )
-    steps = jnp.arange(num_steps, dtype=jnp.int32)
     state = vary_as(state, like=(params, actor))
-    state, (transition, distribution), initial_carry = _scan(
-        step, state, (steps, env_draws, draws), length
+    state, (transition, distribution, stacked), initial_carry = _scan(
+        step, state, (env_draws, draws), length
     )
     if distribution is not None:
         transition = transition.replace(log_prob=distribution.log_prob(transition.action))
@@ -260,14 +260,16 @@ def collect(
         transition = transition.replace(value=value)
     ends = transition.terminated | transition.truncated
     statistics, episodes = count_episodes(actor.statistics, transition.reward, ends)
-    num_cut = jnp.sum(transition.truncated & ~transition.terminated, 0, dtype=jnp.int32)
-    num_lost = jnp.zeros_like(num_cut) if value_each_step else jnp.maximum(num_cut - rows, 0)
-    final = FinalRows(
-        obs=state.final.obs,
-        carry=state.final.carry,
-        step=state.final.step,
-        overflow=jnp.sum(num_lost, dtype=jnp.int32),
-    )
+    cut = transition.truncated & ~transition.terminated
+    final_step, num_lost = _final_steps(cut, rows)
+    final_obs, final_carry = state.final or _empty_rows(actor, rows)
+    if stacks_final:
+        index = (final_step, jnp.broadcast_to(jnp.arange(num_envs)[None], final_step.shape))
+        final_obs, final_carry = jax.tree.map(
+            lambda x: x.at[index].get(mode="fill", fill_value=0), stacked
+        )
+    overflow = jnp.zeros_like(num_lost) if value_each_step else num_lost
+    final = FinalRows(final_obs, final_carry, step=final_step, overflow=overflow)
     actor = actor.replace(
         env=state.env,
         obs=state.obs,
@@ -337,26 +339,28 @@ def _scan(step: Any, state: _Running, inputs: tuple, length: int) -> tuple[_Runn
     return after, jax.tree.map(_merge, output), carries
 
 
-def _no_rows(actor: ActorState, rows: int, num_steps: int) -> _Final:
+def _bytes_per_env(*trees: PyTree) -> int:
+    return sum(x.nbytes // x.shape[0] for x in jax.tree.leaves(trees))
+
+
+def _empty_rows(actor: ActorState, rows: int) -> tuple[PyTree, PyTree]:
+    """(observations, carries) [S, B, ...], all zeros."""
+
     def empty(x: Array) -> Array:
         return jnp.broadcast_to(jnp.zeros_like(x)[None], (rows, *x.shape))
 
-    count = jnp.zeros_like(actor.statistics.episode_length)
-    obs, carry = jax.tree.map(empty, (actor.obs, actor.carry))
-    return _Final(obs, carry, step=empty(count) + num_steps, count=count)
+    return jax.tree.map(empty, (actor.obs, actor.carry))
 
 
-def _write(buffers: PyTree, row: Array, values: PyTree) -> PyTree:
-    """Put values[b] at [row[b], b], in place; a row that does not exist is dropped."""
-
-    def write(buffer: Array, x: Array) -> Array:
-        if buffer.size // row.size * x.dtype.itemsize <= _SMALL_ROWS:
-            chosen = jnp.arange(buffer.shape[0])[:, None] == row[None]
-            return jnp.where(chosen.reshape(*chosen.shape, *[1] * (x.ndim - 1)), x[None], buffer)
-        index = (row, jnp.arange(row.shape[0]))
-        return buffer.at[index].set(x, mode="drop", unique_indices=True)
-
-    return jax.tree.map(write, buffers, values)
+def _final_steps(cut: Array, rows: int) -> tuple[Array, Array]:
+    """([S, B] the steps at which each environment was cut, T where there are fewer; how many more
+    there were in all), of flags [T, B].
+    """
+    count = jnp.cumsum(cut, 0, dtype=jnp.int32)
+    steps = jnp.arange(len(cut), dtype=jnp.int32)[:, None]
+    row = jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None, None]
+    step = jnp.min(jnp.where(cut[None] & (count[None] == row), steps[None], len(cut)), 1)
+    return step, jnp.sum(jnp.maximum(count[-1] - rows, 0), dtype=jnp.int32)
 
 
 def _final_values(

@@ -378,7 +378,7 @@ def test_values_after_the_scan_equal_those_within_the_step(num_envs):
     assert bool(got[1].transition.truncated.any())
 
 
-@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_ROWS"])
+@pytest.mark.parametrize("name", ["_DRAWN_BYTES", "_SMALL_FINAL"])
 def test_what_is_drawn_or_written_another_way_is_the_same(monkeypatch, name):
     env = make_env("CartPole-v1", max_steps_in_episode=5)
     policy = make_policy(env.observation_space, env.action_space, hidden_sizes=(8,))
