@@ -4,22 +4,16 @@ A metric is a small pytree of sums whose structure and dtypes never change. So a
 be a scan carry and can be added over minibatches, updates, actors and devices. The mean of means is
 wrong as soon as rows are padded or invalid; a quotient of sums is not.
 
-A training loop merges metrics inside its program, and reads them as one array:
+A training loop merges metrics inside its program, `pack`s them there and reads one array:
 
-    def program(state, total):                       # jitted; total starts at zeros_like(metrics)
-        state, metrics = agent.train_step(state)
-        total = merge(total, metrics)
-        return state, zeros_like(total), pack(total)
-
-    state, total, packed = program(state, total)     # one dispatch
-    packed.copy_to_host_async()
-    ...                                              # the next dispatch is under way
-    row = compute(unpack(packed, shapes))            # one transfer, one dispatch late
+    state, total, packed = program(state, total)    # total starts at zeros_like(metrics)
+    row = compute(unpack(packed, total))
 """
 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -84,8 +78,7 @@ class Mean(Metric):
             where it is not finite.
         """
         values = jnp.asarray(values, jnp.float32)
-        weights = jnp.ones_like(values) if weights is None else weights
-        w = jnp.asarray(weights, jnp.float32)
+        w = jnp.asarray(jnp.ones_like(values) if weights is None else weights, jnp.float32)
         if w.shape != values.shape:
             raise ValueError(
                 f"weights must have the shape of values, {values.shape}, got {w.shape}. "
@@ -139,7 +132,7 @@ def as_metrics(metrics: PyTree) -> Any:
       >>> compute(as_metrics({"loss": jnp.array([1.0, 3.0]), "steps": Sum(jnp.int32(8))}))
       {'loss': 2.0, 'steps': 8}
     """
-    return _map(lambda x: x if isinstance(x, Metric) else Mean.of(x), metrics)
+    return jax.tree.map(lambda x: x if _is_metric(x) else Mean.of(x), metrics, is_leaf=_is_metric)
 
 
 def merge(first: Metrics, second: Metrics) -> dict[str, Any]:
@@ -156,12 +149,7 @@ def merge(first: Metrics, second: Metrics) -> dict[str, Any]:
             "Start the other from zeros_like(metrics)."
         )
     first, second = as_metrics(first), as_metrics(second)
-    return {
-        name: merge(metric, second[name])
-        if isinstance(metric, Mapping)
-        else metric.merge(second[name])
-        for name, metric in first.items()
-    }
+    return jax.tree.map(lambda x, y: x.merge(y), first, second, is_leaf=_is_metric)
 
 
 def zeros_like(metrics: PyTree) -> Any:
@@ -192,20 +180,13 @@ def compute(metrics: Metrics) -> dict[str, Any]:
       {'loss/policy': 2.0}
     """
     numbers: dict[str, Any] = {}
-
-    def visit(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                visit(f"{prefix}/{name}" if prefix else str(name), inner)
-            return
-        is_metric = isinstance(value, Metric)
-        number = np.asarray(value.result() if is_metric else value)
+    for path, value in jax.tree.leaves_with_path(jax.device_get(metrics), is_leaf=_is_metric):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        number = np.asarray(value.result() if _is_metric(value) else value)
         if number.ndim:
-            numbers[prefix] = number
-        elif not (is_metric and value.is_missing()):
-            numbers[prefix] = number.item()
-
-    visit("", jax.device_get(metrics))
+            numbers[name] = number
+        elif not (_is_metric(value) and value.is_missing()):
+            numbers[name] = number.item()
     return numbers
 
 
@@ -218,9 +199,8 @@ def pack(metrics: PyTree) -> jax.Array:
       >>> packed.shape, compute(unpack(packed, metrics))
       ((12,), {'episodes': 3, 'loss': 0.5})
     """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(metrics)]
     # Bytes, not floats: a count above 2²⁴ has to arrive as it is.
-    parts = [x.ravel().view(jnp.uint8) for x in leaves]
+    parts = [jnp.ravel(x).view(jnp.uint8) for x in jax.tree.leaves(metrics)]
     return jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.uint8)
 
 
@@ -231,15 +211,14 @@ def unpack(packed: Array, like: PyTree) -> Any:
       packed: what `pack` gave.
       like: the metrics, or their shapes from `jax.eval_shape`.
     """
-    data = np.asarray(packed)
-    shapes, structure = jax.tree.flatten(like)
-    ends = np.cumsum([x.dtype.itemsize * int(np.prod(x.shape)) for x in shapes], dtype=int)
-    if len(data) != (ends[-1] if len(ends) else 0):
-        raise ValueError(f"like has {ends[-1:].sum()} bytes, but packed has {len(data)}.")
-    parts = np.split(data, ends[:-1]) if shapes else []
-    leaves = [p.view(x.dtype).reshape(x.shape) for p, x in zip(parts, shapes)]
+    data, (shapes, structure) = np.asarray(packed), jax.tree.flatten(like)
+    sizes = [x.dtype.itemsize * math.prod(x.shape) for x in shapes]
+    if len(data) != sum(sizes):
+        raise ValueError(f"like has {sum(sizes)} bytes, but packed has {len(data)}.")
+    parts = np.split(data, np.cumsum(sizes, dtype=int)[:-1])
+    leaves = [part.view(x.dtype).reshape(x.shape) for part, x in zip(parts, shapes)]
     return jax.tree.unflatten(structure, leaves)
 
 
-def _map(function: Any, metrics: PyTree) -> Any:
-    return jax.tree.map(function, metrics, is_leaf=lambda x: isinstance(x, Metric))
+def _is_metric(x: Any) -> bool:
+    return isinstance(x, Metric)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -23,7 +25,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from jaxroll.checks import check_path, did_you_mean
+from jaxroll.checks import check_path
+from jaxroll.train import options
 from jaxroll.train.files import FileLogger, replace_file, warn
 
 Row = Mapping[str, Any]
@@ -57,11 +60,12 @@ class JsonlLogger(FileLogger):
     def __call__(self, row: Row) -> None:
         """Append a row."""
         # One write for the whole line, so that a reader or a kill sees half a line at most.
-        self._waiting += json.dumps(plain_row(row), allow_nan=False).encode() + b"\n"
+        self._waiting += json.dumps(plain_row(row)).encode() + b"\n"
         self.flush()
 
     def _kept(self, data: bytes, step: int | None) -> bytes:
-        return b"".join(line + b"\n" for line, _ in _up_to(_parse_jsonl(self.path, data), step))
+        rows = _up_to(_parse_jsonl(self.path, data), step)
+        return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 class CsvLogger(FileLogger):
@@ -94,27 +98,23 @@ class CsvLogger(FileLogger):
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
-        columns = list(dict.fromkeys([*self._columns, *(name for r in self._rows for name in r)]))
+        columns = list(dict.fromkeys(itertools.chain(self._columns, *self._rows)))
         if columns != self._columns:
             super().flush()
-            with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
-                before = list(csv.DictReader(file))
+            _, before = _parse_csv(self.path.read_bytes())
             replace_file(self.path, _csv(columns, before, header=True))
             self._columns = columns
             self._reopen()
-        self._waiting += _csv(self._columns, self._rows)
+        self._waiting += _csv(columns, self._rows)
         self._rows = []
         super().flush()
 
     def _kept(self, data: bytes, step: int | None) -> bytes:
-        # Bytes that are not UTF-8, as a kill or a damaged disk leaves them, spoil only their cell.
-        cells = list(csv.reader(io.StringIO(data.decode(errors="replace"))))
-        self._columns = cells[0] if cells else []
-        rows = [dict(zip(self._columns, row)) for row in cells[1:] if len(row) == len(cells[0])]
-        if damaged := len(cells[1:]) - len(rows):
-            warn(f"{self.path} has {damaged} damaged lines, which are left out.")
-        kept = [row for _, row in _up_to([(b"", row) for row in rows], step)]
-        return _csv(self._columns, kept, header=bool(self._columns))
+        self._columns, rows = _parse_csv(data)
+        whole = [row for row in rows if None not in (*row, *row.values())]
+        if len(whole) < len(rows):
+            warn(f"{self.path} has {len(rows) - len(whole)} damaged lines, which are left out.")
+        return _csv(self._columns, _up_to(whole, step), header=bool(self._columns))
 
 
 class TensorBoardLogger(FileLogger):
@@ -176,25 +176,23 @@ class Loggers:
 
     def __init__(self, loggers: Iterable[Logger]):
         self.loggers = tuple(loggers)
-        self._said: set[tuple[int, str]] = set()
+        self._said: set[str] = set()
 
     def __call__(self, row: Row) -> None:
         """Hand the row to every logger."""
-        for i, logger in enumerate(self.loggers):
-            self._try(i, logger, row)
+        for logger in self.loggers:
+            self._try(functools.partial(logger, row), _KEPT)
 
     def sync(self) -> None:
         """Wait until the rows of every logger that has files are on the disk itself."""
-        for i, logger in enumerate(self.loggers):
-            if callable(sync := getattr(logger, "sync", None)):
-                self._try(i, sync)
+        for logger in self.loggers:
+            self._try(getattr(logger, "sync", None), _KEPT)
 
     def close(self) -> None:
         """Close every logger that can be closed, also if one of them fails."""
         with contextlib.ExitStack() as stack:
             for logger in self.loggers:
-                if callable(close := getattr(logger, "close", None)):
-                    stack.callback(self._close, close)
+                stack.callback(self._try, getattr(logger, "close", None), _LOST)
 
     def __enter__(self) -> Self:
         return self
@@ -202,28 +200,25 @@ class Loggers:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _try(self, i: int, action: Callable[..., Any], *args: Any) -> None:
+    def _try(self, action: Callable[[], Any] | None, otherwise: str) -> None:
         try:
-            action(*args)
+            if callable(action):
+                action()
         except OSError as error:
-            if (i, str(error)) not in self._said:
-                warn(
-                    f"a row of metrics could not be written: {error}. The run goes on; the rows "
-                    "are kept and written as soon as that is possible."
-                )
-            self._said.add((i, str(error)))
-
-    def _close(self, close: Callable[[], Any]) -> None:
-        try:
-            close()
-        except OSError as error:
-            warn(f"rows of metrics are lost: {error}. A resume writes those after its checkpoint.")
+            if (text := otherwise.format(error)) not in self._said:
+                self._said.add(text)
+                warn(text)
 
 
-_KINDS: dict[str, Callable[[Path, int | None], Any]] = {
-    "jsonl": lambda directory, step: JsonlLogger(directory / "metrics.jsonl", step),
-    "csv": lambda directory, step: CsvLogger(directory / "metrics.csv", step),
-    "tensorboard": lambda directory, step: TensorBoardLogger(directory / "tensorboard", step),
+_KEPT = (
+    "a row of metrics could not be written: {}. The run goes on; the rows are kept and written as "
+    "soon as that is possible."
+)
+_LOST = "rows of metrics are lost: {}. A resume writes those after its checkpoint."
+_KINDS: dict[str, tuple[Callable[..., FileLogger], str]] = {
+    "jsonl": (JsonlLogger, "metrics.jsonl"),
+    "csv": (CsvLogger, "metrics.csv"),
+    "tensorboard": (TensorBoardLogger, "tensorboard"),
 }
 
 
@@ -247,32 +242,18 @@ def make_loggers(
       >>> rows
       [{'step': 1, 'loss': 0.5}]
     """
-    if isinstance(loggers, str):
-        loggers = [name.strip() for name in loggers.split(",") if name.strip()]
-    if callable(loggers) or not isinstance(loggers, Iterable):
-        loggers = [loggers]
-    names, functions = ["jsonl"] if directory is not None else [], []
-    for item in loggers:
-        if callable(item):
-            functions.append(item)
-        elif not isinstance(item, str):
-            raise TypeError(f"loggers must be names and functions of a row, got {item!r}.")
-        elif item not in _KINDS:
-            raise ValueError(
-                f"unknown logger {item!r}; use {', '.join(_KINDS)}, or a function of your own: "
-                f"loggers=[lambda row: print(row)].{did_you_mean(item, _KINDS)}"
-            )
-        elif directory is None:
-            raise ValueError(f'logger {item!r} writes a file: give a directory, as "runs/first".')
-        else:
-            names.append(item)
+    loggers = options.loggers("loggers", loggers)
+    names = [name for name in loggers if not callable(name)]
+    if names and directory is None:
+        raise ValueError(f'logger {names[0]!r} writes a file: give a directory, as "runs/first".')
     made: list[Any] = []
-    with contextlib.ExitStack() as stack:  # if one cannot be made, the others are closed
-        for name in dict.fromkeys(names):
-            made.append(_KINDS[name](check_path("directory", directory), resume_from_step))
-            stack.callback(made[-1].close)
-        stack.pop_all()
-    return Loggers([*made, *functions])
+    if directory is not None:
+        with contextlib.ExitStack() as stack:  # if one cannot be made, the others are closed
+            for kind, file in (_KINDS[name] for name in dict.fromkeys(["jsonl", *names])):
+                path = check_path("directory", directory) / file
+                made.append(stack.enter_context(kind(path, resume_from_step)))
+            stack.pop_all()
+    return Loggers([*made, *filter(callable, loggers)])
 
 
 def plain_row(row: Row) -> dict[str, Any]:
@@ -293,23 +274,40 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A line that is damaged elsewhere is left out with a warning.
     """
-    return [row for _, row in _parse_jsonl(Path(path), Path(path).read_bytes())]
+    return _parse_jsonl(Path(path), Path(path).read_bytes())
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
         value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return plain_row(value)
     if isinstance(value, list | tuple):
         return [_plain(x) for x in value]
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
         f"a row holds numbers, strings and None, got {value!r}. Use float(x) or str(x)."
     )
+
+
+def _parse_jsonl(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """The row of each whole line."""
+    rows = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            rows.append({**json.loads(line)})
+        except (ValueError, TypeError) as exc:
+            warn(f"{path}, line {number} is damaged ({exc}) and left out.")
+    return rows
+
+
+def _parse_csv(data: bytes) -> tuple[list[str], list[dict[Any, Any]]]:
+    """Columns and rows; bytes that are not UTF-8, as damage leaves them, spoil only their cell."""
+    reader = csv.DictReader(io.StringIO(data.decode(errors="replace")))
+    return list(reader.fieldnames or []), list(reader)
 
 
 def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> bytes:
@@ -325,26 +323,12 @@ def _csv(columns: list[str], rows: Iterable[Row], header: bool = False) -> bytes
     return text.getvalue().encode(errors="replace")
 
 
-def _parse_jsonl(path: Path, data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line, row) of each whole line."""
-    parsed = []
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-            parsed.append((line, row))
-        except ValueError as exc:
-            warn(f"{path}, line {number} is damaged ({exc}) and left out.")
-    return parsed
-
-
-def _up_to(lines: list[tuple[bytes, Any]], step: int | None) -> list[tuple[bytes, Any]]:
-    """Lines of rows with at most this step; a row without one belongs to the row before."""
+def _up_to(rows: Iterable[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
+    """Rows with at most this step; one without a step belongs to the row before."""
     kept, current = [], -math.inf
-    for line, row in lines:
+    for row in rows:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             current = float(row["step"])
         if step is None or current <= step:
-            kept.append((line, row))
+            kept.append(row)
     return kept

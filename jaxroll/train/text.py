@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import codecs
-import math
 from typing import IO, Any
 
-_PLAIN = {
-    "…": "...",
-    "±": "+/-",
-    "–": "-",
-    "−": "-",
-    "×": "x",
-    "≥": ">=",
-    "≤": "<=",
-    "→": "->",
-    "λ": "lambda",
-}
+PLAIN = "jaxroll.plain"  # how a stream may treat what its encoding lacks
+_ASCII = dict(zip("…±–−×≥≤→λ", ["...", "+/-", "-", "-", "x", ">=", "<=", "->", "lambda"]))
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(character, "?") for character in text), error.end
+    return "".join(_ASCII.get(x, "?") for x in error.object[error.start : error.end]), error.end
 
 
-PLAIN = "jaxroll.plain"  # how a stream may treat what its encoding lacks
 codecs.register_error(PLAIN, _plain)
 
 
@@ -53,10 +41,11 @@ def format_count(value: float) -> str:
       ['0', '950', '1.5k', '1M', '12.3M', '3B']
     """
     value = float(f"{value:.3g}")  # rounded first: 999,999 is a million
-    exponent = 0
-    while abs(value) >= 1000 and exponent < 4 and math.isfinite(value):
-        value, exponent = value / 1000, exponent + 1
-    return f"{value:.4g}" + ("", "k", "M", "B", "T")[exponent]
+    for letter in ("", "k", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.4g}{letter}"
+        value /= 1000
+    return f"{value:.4g}T"
 
 
 def format_seconds(seconds: float) -> str:
@@ -88,12 +77,7 @@ def format_number(value: float) -> str:
       >>> [format_number(x) for x in (0, 487.31, -12.5, 0.01234, 1e-5, 123_456.7, 2.5e8)]
       ['0.00', '487.3', '-12.50', '0.012', '1.00e-05', '123,457', '2.50e+08']
     """
-    size = abs(value)
-    if not math.isfinite(size):
-        return str(value)
-    if size >= 1e7 or 0 < size < 1e-3:
-        return f"{value:.2e}"
-    return f"{value:,.{_decimals(size)}f}"
+    return f"{value:{_digits(value)}}"
 
 
 def format_mean(mean: float, spread: float) -> str:
@@ -103,10 +87,15 @@ def format_mean(mean: float, spread: float) -> str:
       >>> format_mean(490.0, 10.04), format_mean(12_345.6, 1.7), format_mean(-0.5, 0.01)
       ('490.0 ± 10.0', '12,346 ± 2', '-0.500 ± 0.010')
     """
-    text = format_number(mean)
-    if "e" in text or not math.isfinite(mean):
-        return f"{text} ± {format_number(spread)}"
-    return f"{text} ± {spread:,.{_decimals(abs(mean))}f}"
+    return f"{format_number(mean)} ± {spread:{_digits(mean)}}"
+
+
+def _digits(value: float) -> str:
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return ".2e"
+    decimals = 3 if 0 < size < 1 else 2 if size < 100 else 1 if size < 1000 else 0
+    return f",.{decimals}f"
 
 
 def format_some(value: Any) -> str | None:
@@ -123,9 +112,3 @@ def format_some(value: Any) -> str | None:
     if values.size > 1 and np.isfinite(values).all():
         return format_mean(float(values.mean()), float(values.std()))
     return format_number(float(values.mean())) if values.size else None
-
-
-def _decimals(size: float) -> int:
-    if size >= 1000:
-        return 0
-    return 1 if size >= 100 else 2 if size >= 1 or not size else 3

@@ -374,7 +374,7 @@ def test_make_loggers_always_writes_jsonl_and_calls_functions(tmp_path):
 def test_make_loggers_errors_come_before_any_file(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'tensorboard'"):
         make_loggers("tensorbord", tmp_path)
-    with pytest.raises(TypeError, match="names and functions"):
+    with pytest.raises(ValueError, match="unknown logger 3"):
         make_loggers([3], tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="give a directory"):
