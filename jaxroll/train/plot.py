@@ -97,12 +97,11 @@ def plot_runs(
                 _draw(axis, curve, i, label, is_shaded=band is not None)
                 num_seeds.add(curve.num_seeds)
         _style(axis, x, name)
-    if len(lines) > 1 and len(axes) == 1:
-        axes[0].legend(frameon=False)
-    elif len(lines) > 1:
+    if len(lines) > 1:
         drawn = {line.get_label(): line for axis in axes for line in axis.lines}
-        place = {"loc": "outside lower center", "ncols": min(5, len(drawn)), "frameon": False}
-        figure.legend(drawn.values(), drawn.keys(), **place)
+        below = {"loc": "outside lower center", "ncols": min(5, len(drawn))}
+        place = below if ax is None else {}
+        (ax or figure).legend(drawn.values(), drawn, frameon=False, **place)
     if title is None:
         title = next(iter(lines)) if len(lines) == 1 else ""
     if ax is not None:
@@ -213,9 +212,9 @@ def _style(axis: Axes, x: str, name: str) -> None:
 
 def _note(num_seeds: set[int], band: str | None, smooth: int) -> str:
     parts = []
-    if (most := max(num_seeds, default=1)) > 1:
-        least = min(num_seeds)
-        parts.append(f"mean over {most if least == most else f'{least}–{most}'} seeds")
+    if max(num_seeds, default=1) > 1:
+        ends = sorted({min(num_seeds), max(num_seeds)})
+        parts.append(f"mean over {'–'.join(map(str, ends))} seeds")
         parts += [f"band: {_BANDS[band]}"] if band is not None else []
     parts += [f"averaged over {smooth} rows"] if smooth > 1 else []
     return ", ".join(parts)

@@ -34,7 +34,7 @@ def save(history, directory, **config):
 def texts(figure):
     figure.canvas.draw()
     axis = figure.axes[0]
-    legend = axis.get_legend().get_texts() if axis.get_legend() else []
+    legend = figure.legends[0].get_texts() if figure.legends else []
     return {t.get_text() for t in [*legend, *axis.get_xticklabels()]}
 
 
@@ -83,8 +83,7 @@ def test_axes_are_readable_and_lines_are_named():
 
 def test_lines_that_end_apart_get_a_legend():
     figure = plot_runs({"short": run(total=500_000), "long": run()})
-    legend = figure.axes[0].get_legend()
-    assert [t.get_text() for t in legend.get_texts()] == ["short", "long"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["short", "long"]
 
 
 def test_ticks_close_together_stay_apart():
@@ -169,6 +168,9 @@ def test_user_backend_and_axes_are_respected():
     assert axis.get_ylabel() == "steps per second"
     assert matplotlib.get_backend() == backend
     assert dict(matplotlib.rcParams) == parameters
+    axis = mine.add_subplot()
+    plot_runs({"PPO": run(), "A2C": run(1)}, ax=axis)
+    assert [t.get_text() for t in axis.get_legend().get_texts()] == ["PPO", "A2C"]
 
 
 def test_errors_come_with_a_way_out(tmp_path):
