@@ -73,6 +73,7 @@ class Progress:
         self._held: dict[str, float] = {}  # seconds under each status, which count for no speed
         self._timed = 0  # steps done outside of any status
         self._measured = (0.0, 0)  # working seconds and step up to which the rate is known
+        self._recent = (0.0, 0.0)  # steps and their seconds, older ones with less weight
         self._view = _make_view(self, mode if enabled else "silent", file)
 
     def __enter__(self) -> Progress:
@@ -107,8 +108,10 @@ class Progress:
         if self.current_status is None:
             self._timed += done
             if step > first and now > since:
-                rate, old = (step - first) / (now - since), math.exp((since - now) / _WINDOW)
-                self.rate = rate if self.rate is None else rate + old * (self.rate - rate)
+                steps, seconds = self._recent
+                old = math.exp((since - now) / _WINDOW)  # fades away
+                self._recent = steps * old + step - first, seconds * old + now - since
+                self.rate = self._recent[0] / self._recent[1]
                 self._measured = now, step
         elif done:  # how long the steps themselves took is not known
             self._measured = now, step

@@ -383,6 +383,15 @@ def test_speed_follows_the_last_seconds():
         assert progress.rate == pytest.approx(1000, rel=0.02)
 
 
+def test_speed_of_a_slow_first_moment_fades_at_once():
+    clock = Clock()
+    with Progress(100_000, mode="silent", clock=clock) as progress:
+        for done in (10, 1000, 1000):
+            clock.now += 0.1
+            progress.update(progress.step + done)
+        assert progress.rate == pytest.approx(2010 / 0.3, rel=0.01)
+
+
 def test_no_line_says_that_nothing_was_done_yet():
     clock, file = Clock(), io.StringIO()
     with Progress(100, description="x", mode="lines", file=file, clock=clock) as progress:
