@@ -98,7 +98,7 @@ def plot_runs(
                 num_seeds.add(curve.num_seeds)
         _style(axis, x, name)
     if len(lines) > 1:
-        drawn = {line.get_label(): line for axis in axes for line in axis.lines}
+        drawn = {str(line.get_label()): line for axis in axes for line in axis.lines}
         below = {"loc": "outside lower center", "ncols": min(5, len(drawn))}
         place = below if ax is None else {}
         (ax or figure).legend(drawn.values(), drawn, frameon=False, **place)
