@@ -37,7 +37,6 @@ class REINFORCE(OnPolicyAgent):
         policy_loss, weight = losses.policy_gradient_loss(
             log_prob, batch.targets.advantages, batch.weights
         )
-        assert batch.targets is not None
         value_loss, _ = losses.value_loss(output.value, batch.targets.returns, batch.weights)
         total = policy_loss + self.value_coef * value_loss
         metrics = {"loss": Mean(total, weight), "value_loss": Mean(value_loss, weight)}

@@ -174,7 +174,9 @@ class DistributedTrainer:
           deterministic: act with the distribution's mode.
 
         Returns:
-          as `agent.eval`; of several seeds the mean over all episodes, with `seed_returns` for
+          as `agent.eval`: `episode_return`, its deviation `episode_return_std` and `episode_length`
+          over the episodes that ended, `num_unfinished`, and each episode's `episode_returns` and
+          `episode_lengths`; of several seeds the mean over all episodes, with `seed_returns` for
           each and [N, episodes] arrays.
         """
         count = self.config.num_test_episodes if num_episodes is None else num_episodes
