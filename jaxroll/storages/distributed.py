@@ -10,6 +10,7 @@ slices. First in, first out; each unroll is read once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll.checks import check_count, divisors
+from jaxroll.checks import check_count, check_divides
 from jaxroll.storages.arrays import allocate, check_example, check_finite, check_like
 from jaxroll.storages.base import Storage
 from jaxroll.storages.minibatches import MinibatchPlan
@@ -127,13 +128,8 @@ class DistributedStorage(Storage, kw_only=True):
         if num_storages is None:
             num_storages = 2 * math.lcm(num_envs, batch_size)
         num_storages = check_count("num_storages", num_storages)
-        for name, number in (("num_envs", num_envs), ("batch_size", batch_size)):
-            if num_storages % number:
-                raise ValueError(
-                    f"num_storages must be a multiple of {name} = {number}, got {num_storages}. "
-                    f"Use num_storages={-(-num_storages // number) * number}, or a {name} out of "
-                    f"{divisors(num_storages)}."
-                )
+        check_divides("num_envs", num_envs, num_storages, "num_storages")
+        check_divides("batch_size", batch_size, num_storages, "num_storages")
         slot = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], (example, initial_carry)))
         step, carry = allocate(slot, num_storages)
         slots = Unrolls(
@@ -147,12 +143,7 @@ class DistributedStorage(Storage, kw_only=True):
             weights=jnp.ones(num_storages, jnp.float32),
         )
         slots, counters = vary_as((slots, RingCounters.create()), like=(example, initial_carry))
-        return cls(
-            slots=slots,
-            counters_=counters,
-            num_envs=num_envs,
-            batch_size=batch_size,
-        )
+        return cls(slots=slots, counters_=counters, num_envs=num_envs, batch_size=batch_size)
 
     # Sizes and state.
 
@@ -217,17 +208,15 @@ class DistributedStorage(Storage, kw_only=True):
           final_step: [S, B] int32 their steps, T where empty; required with final_obs.
           overflow: how many truncated steps found no row.
         """
-        size, slots = self.num_envs, self.slots
-        transition = check_like("unroll", transition, _slice_like(slots, size).transition)
+        like = _slice_like(self.slots, self.num_envs)
+        transition = check_like("unroll", transition, like.transition)
         if last_is_first is None:
             last_is_first = transition.terminated[-1]
             if transition.truncated is not None:
                 last_is_first = last_is_first | transition.truncated[-1]
         if final_obs is None:
-            final_obs = jax.tree.map(
-                lambda x: jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype), slots.final_obs
-            )
-            final_step = jnp.full((slots.final_step.shape[0], size), self.num_steps, jnp.int32)
+            final_obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.final_obs)
+            final_step = jnp.full(like.final_step.shape, self.num_steps, jnp.int32)
             if transition.truncated is not None:
                 lost = transition.truncated & ~transition.terminated
                 overflow = overflow + jnp.sum(lost, dtype=jnp.int32)
@@ -242,25 +231,24 @@ class DistributedStorage(Storage, kw_only=True):
             initial_carry=initial_carry,
             final_obs=final_obs,
             final_step=final_step,
-            version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), (size,)),
-            weights=jnp.ones(size, jnp.float32),
+            version=jnp.broadcast_to(jnp.asarray(version, jnp.int32), like.version.shape),
+            weights=jnp.ones(like.weights.shape, jnp.float32),
         )
-        return self._write(check_like("unroll", new, _slice_like(slots, size)), overflow)
+        return self._write(check_like("unroll", new, like), overflow)
 
     def _write(self, new: Unrolls, overflow: Array | int, used: Array | bool = True) -> Self:
         """Write B unrolls if there is room for them and they are `used` at all."""
-        size, slots, counters = self.num_envs, self.slots, self.counters_
+        size, counters = self.num_envs, self.counters_
         fits = self.can_add & used
         start = (counters.read + counters.num_full) % self.num_storages
 
-        def write(path: Any, x: Array, rows: Array) -> Array:
-            axis = _slot_axis(path)
+        def write(axis: int, x: Array, rows: Array) -> Array:
             old = jax.lax.dynamic_slice_in_dim(x, start, size, axis)
             rows = jnp.where(fits, rows, old)
             return jax.lax.dynamic_update_slice_in_dim(x, rows, start, axis)
 
         return self.replace(
-            slots=jax.tree_util.tree_map_with_path(write, slots, new),
+            slots=_map_slots(write, self.slots, new),
             counters_=counters.replace(
                 num_full=counters.num_full + jnp.where(fits, size, 0),
                 dropped=counters.dropped + jnp.where(self.can_add | ~jnp.asarray(used), 0, size),
@@ -302,12 +290,12 @@ class DistributedStorage(Storage, kw_only=True):
 
     def sample(self) -> Unrolls:
         """The `batch_size` oldest unrolls, leaves [T, batch, ...]; weights 0 if there are fewer."""
-        start, size = self.counters_.read, self.batch_size
-
-        def read(path: Any, x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, size, _slot_axis(path))
-
-        batch = jax.tree_util.tree_map_with_path(read, self.slots)
+        batch = _map_slots(
+            lambda axis, x: jax.lax.dynamic_slice_in_dim(
+                x, self.counters_.read, self.batch_size, axis
+            ),
+            self.slots,
+        )
         return batch.replace(weights=batch.weights * self.can_sample.astype(jnp.float32))
 
     def lag(self, version: Array | int) -> Array:
@@ -326,11 +314,9 @@ class DistributedStorage(Storage, kw_only=True):
           num_mini_batch: how many batches, 1 by default.
         """
         count = 1 if num_mini_batch is None else check_count("num_mini_batch", num_mini_batch)
-        if count > self.num_storages // self.batch_size:
-            raise ValueError(
-                f"num_mini_batch must be between 1 and {self.num_storages // self.batch_size}, got "
-                f"{count}."
-            )
+        most = self.num_storages // self.batch_size
+        if count > most:
+            raise ValueError(f"num_mini_batch must be between 1 and {most}, got {count}.")
         offset = jnp.arange(count * self.batch_size, dtype=jnp.int32)
         weights = (offset < self.num_full).astype(jnp.float32)
         slots = (self.counters_.read + offset) % self.num_storages
@@ -376,9 +362,9 @@ class DistributedStorage(Storage, kw_only=True):
         counters = jax.device_get(self.counters_)
         if counters.dropped:
             raise ValueError(
-                f"{counters.dropped} unrolls found no free slot and were dropped: there are "
-                f"num_storages = {self.num_storages} and {counters.num_full} wait to be read. "
-                "Call sample and update before add when can_add is False."
+                f"{counters.dropped} unrolls found no free slot: num_storages = "
+                f"{self.num_storages} and {counters.num_full} wait to be read. Call sample and "
+                "update before add when can_add is False."
             )
         if counters.num_full < self.batch_size:
             raise ValueError(
@@ -397,21 +383,22 @@ class DistributedStorage(Storage, kw_only=True):
         return self
 
 
-def _slot_axis(path: Any) -> int:
-    """Slots are axis 1 of what has a time or a row axis, and axis 0 of the rest."""
-    return 1 if path[0].name in ("transition", "final_obs", "final_step") else 0
+def _map_slots(function: Callable[..., Any], slots: Unrolls, *rest: Unrolls) -> Unrolls:
+    """function(axis, leaf, ...) of every leaf, where `axis` is that of the slots."""
+
+    def call(path: Any, *leaves: Any) -> Any:
+        has_rows = path[0].name in ("transition", "final_obs", "final_step")
+        return function(1 if has_rows else 0, *leaves)
+
+    return jax.tree_util.tree_map_with_path(call, slots, *rest)
 
 
 def _pick(slots: Unrolls, index: Array) -> Unrolls:
-    def pick(path: Any, x: Array) -> Array:
-        return jnp.take(x, index, axis=_slot_axis(path), mode="clip")
-
-    return jax.tree_util.tree_map_with_path(pick, slots)
+    return _map_slots(lambda axis, x: jnp.take(x, index, axis=axis, mode="clip"), slots)
 
 
 def _slice_like(slots: Unrolls, size: int) -> Unrolls:
-    def like(path: Any, x: Array) -> jax.ShapeDtypeStruct:
-        axis = _slot_axis(path)
+    def like(axis: int, x: Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
 
-    return jax.tree_util.tree_map_with_path(like, slots)
+    return _map_slots(like, slots)
