@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxroll.checks import check_array, check_number
+from jaxroll.checks import check_array, check_kind, check_number
 from jaxroll.types import Array, PyTree, Transition, as_leaf, path_name
 from jaxroll.varying import vary_as
 
@@ -18,11 +18,8 @@ _ONE_PER_STEP = (*_FLAGS, "reward", "value", "bootstrap_value", "log_prob")
 
 def check_example(example: Transition) -> int:
     """B, after checking that one step has leaves [B, ...], and [B] where one number is meant."""
-    if not isinstance(example, Transition):
-        raise TypeError(
-            "example must be a jaxroll.Transition with leaves [B, ...], got "
-            f"{type(example).__name__}. Put what has no field of its own into extras."
-        )
+    maker = "Transition(obs=..., action=..., reward=..., terminated=..., extras=...)"
+    check_kind("example", example, Transition, maker)
     named = ((path_name(path), x) for path, x in jax.tree.leaves_with_path(example))
     leaves = {name: check_array(name, x) for name, x in named}
     batch = {x.shape[:1] for x in leaves.values()}
@@ -71,7 +68,9 @@ def vary_leaves(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(vary_as, tree, like)
 
 
-def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+def check_like(
+    what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...] = (), of: str = "example"
+) -> PyTree:
     """`got` as arrays, after checking structure, shapes and dtypes against `expected`.
 
     Args:
@@ -79,6 +78,7 @@ def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...
       got: leaves [*leading, ...].
       expected: leaves [...] that give shape and dtype.
       leading: axes that `got` has in front.
+      of: the argument of `create` from which `expected` comes.
     """
     if jax.tree.structure(got) != jax.tree.structure(expected):
         want, given = (
@@ -86,9 +86,9 @@ def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...
             for leaves in map(jax.tree.leaves_with_path, (expected, got))
         )
         raise ValueError(
-            f"{what} must have the structure of the example given to create.\n"
-            f"  created with: {want}\n  got:          {given}\n"
-            "Leave out of both, or give to both, the fields that differ."
+            f"{what} must have the structure of the {of} given to create.\n"
+            f"  created with: {want or 'nothing'}\n  got:          {given or 'nothing'}\n"
+            "Leave out of both, or give to both, what differs."
         )
 
     def convert(path: Any, like: Any, x: Any) -> jax.Array:
@@ -96,7 +96,7 @@ def check_like(what: str, got: PyTree, expected: PyTree, leading: tuple[int, ...
         x = jnp.asarray(check_array(name, x, (*leading, *like.shape)))
         if x.dtype != like.dtype:
             raise TypeError(
-                f"{name} must be {like.dtype} as in the example given to create, got {x.dtype}. "
+                f"{name} must be {like.dtype} as in the {of} given to create, got {x.dtype}. "
                 f"Use .astype({str(like.dtype)!r}), or create from an example of {x.dtype}."
             )
         return x

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxroll.checks import check_count, check_divides
+from jaxroll.checks import check_count, check_divides, check_kind
 from jaxroll.storages.arrays import allocate, check_example, check_finite, check_like
 from jaxroll.storages.base import Storage
 from jaxroll.storages.minibatches import MinibatchPlan
@@ -256,7 +256,7 @@ class DistributedStorage(Storage, kw_only=True):
             ),
         )
 
-    def insert_data_slice(self, trajectory: Any, initial_carry: PyTree = None) -> Self:
+    def insert_data_slice(self, trajectory: Unrolls, initial_carry: PyTree = None) -> Self:
         """Add unrolls with their weights: what `sample` or `get_all_buffer_data` of a ring gave.
 
         B are written at a time; B that all weigh 0 are left out, so an empty slot stays empty.
@@ -265,11 +265,7 @@ class DistributedStorage(Storage, kw_only=True):
           trajectory: `Unrolls` of any number of slots.
           initial_carry: replaces the one in `trajectory` if given.
         """
-        if not isinstance(trajectory, Unrolls):
-            raise TypeError(
-                "a DistributedStorage stores unrolls with their last observation: give Unrolls, or "
-                f"call add(trajectory, last_obs, ...). Got {type(trajectory).__name__}."
-            )
+        check_kind("trajectory", trajectory, Unrolls, "add(trajectory, last_obs, ...)")
         if initial_carry is not None:
             trajectory = trajectory.replace(initial_carry=initial_carry)
         size, count = self.num_envs, np.size(trajectory.weights)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 
 from jaxroll import estimators
-from jaxroll.checks import check_array, check_count, check_divides
+from jaxroll.checks import check_array, check_count, check_divides, check_kind
 from jaxroll.storages import minibatches
 from jaxroll.storages.arrays import (
     allocate,
@@ -105,19 +105,22 @@ class RolloutStorage(Storage, kw_only=True):
         if sequence_length is not None:
             length = check_divides("sequence_length", sequence_length, num_steps, "num_steps")
             sequence_length = length
+        carry = initial_carry if jax.tree.leaves(initial_carry) else None
+        data, advantages, returns, carries = vary_as(
+            (
+                allocate(example, num_steps),
+                allocate(example.value, num_steps),
+                allocate(example.value, num_steps),
+                allocate(carry, num_steps // length),
+            ),
+            like=(example, carry),
+        )
         like = jax.tree.map(lambda _: np.zeros((), np.float32), example.value)
         flags = None if episodic is None else jax.tree.map(lambda x: x > 0, like)
-        targets = Targets(allocate(example.value, num_steps), allocate(example.value, num_steps))
-        arrays = vary_as(
-            {
-                "data": allocate(example, num_steps),
-                "targets": targets,
-                "initial_carry": allocate(initial_carry, num_steps // length),
-            },
-            like=(example, initial_carry),
-        )
         return cls(
-            **arrays,
+            data=data,
+            targets=Targets(advantages, returns),
+            initial_carry=carries,
             added=np.zeros((), np.int32),
             lost=np.zeros((), np.int32),
             targets_at=np.full((), _NONE, np.int32),
@@ -165,11 +168,7 @@ class RolloutStorage(Storage, kw_only=True):
           >>> jax.eval_shape(storage, jax.random.key(0)).targets.returns.shape
           (16, 8)
         """
-        if not isinstance(rollout, Rollout):
-            raise TypeError(
-                f"rollout must be a jaxroll.Rollout, got {type(rollout).__name__}. Use "
-                f"{cls.__name__}.create(...).insert_data_slice(trajectory) for other data."
-            )
+        check_kind("rollout", rollout, Rollout, f"{cls.__name__}.create for other data")
         data, carries = rollout.transition, rollout.initial_carry
         num_steps = data.terminated.shape[0]
         if jax.tree.leaves(carries):
@@ -217,14 +216,14 @@ class RolloutStorage(Storage, kw_only=True):
         return bool(jax.tree.leaves(self.initial_carry))
 
     @property
+    def carry_interval(self) -> int:
+        """L, the steps from one stored carry to the next."""
+        return self.sequence_length or self.num_steps
+
+    @property
     def fill(self) -> tuple[Array, int, str]:
         """(adds, T, "steps")."""
         return self.added, self.num_steps, "steps"
-
-    @property
-    def _carry_interval(self) -> int:
-        """L, the steps from one stored carry to the next."""
-        return self.sequence_length or self.num_steps
 
     # Writing.
 
@@ -245,15 +244,12 @@ class RolloutStorage(Storage, kw_only=True):
             row = jnp.where(keep, old, row)
             return jax.lax.dynamic_update_index_in_dim(x, row, index, 0, **options)
 
-        initial_carry = self.initial_carry
-        self._expects_carry("add(transition, carry)", carry)
-        if self.is_recurrent:
-            carry = check_like("carry", carry, row_like(initial_carry))
-            length = self._carry_interval
-            inside = full | (self.added % length != 0)
-            initial_carry = jax.tree.map(
-                lambda x, row: write(x, row, self.added // length, inside), initial_carry, carry
-            )
+        def write_carry(x: Array, row: Array) -> Array:
+            chunk, inside = self.added // self.carry_interval, self.added % self.carry_interval != 0
+            return write(x, row, chunk, full | inside)
+
+        carry = _check_carry(carry, row_like(self.initial_carry))
+        initial_carry = jax.tree.map(write_carry, self.initial_carry, carry)
         data = jax.tree.map(lambda x, row: write(x, row, self.added, full), self.data, transition)
         return self.replace(data=data, initial_carry=initial_carry, added=self.added + 1)
 
@@ -264,12 +260,9 @@ class RolloutStorage(Storage, kw_only=True):
           trajectory: leaves [T, B, ...]; with fewer steps the rest counts as not written.
           initial_carry: [C, B, ...] the recurrent states at the start of each sequence.
         """
-        if not isinstance(trajectory, Transition) or not np.ndim(trajectory.terminated):
-            raise TypeError(
-                "a trajectory must be a jaxroll.Transition with leaves [T, B, ...], got "
-                f"{type(trajectory).__name__}."
-            )
-        steps = np.shape(trajectory.terminated)[0]
+        check_kind("trajectory", trajectory, Transition, "Transition with leaves [T, B, ...]")
+        check_array("terminated", trajectory.terminated)
+        steps = np.shape(trajectory.terminated)[0] if np.ndim(trajectory.terminated) else 0
         if not 1 <= steps <= self.num_steps:
             raise ValueError(
                 f"a trajectory must have between 1 and num_steps = {self.num_steps} steps, got "
@@ -280,10 +273,7 @@ class RolloutStorage(Storage, kw_only=True):
             data = jax.tree.map(
                 lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0), self.data, data
             )
-        self._expects_carry("insert_data_slice(trajectory, initial_carry)", initial_carry)
-        carry = self.initial_carry
-        if self.is_recurrent:
-            carry = check_like("initial_carry", initial_carry, carry)
+        carry = _check_carry(initial_carry, self.initial_carry)
         return self.replace(
             data=vary_leaves(data, self.data),
             initial_carry=vary_leaves(carry, self.initial_carry),
@@ -302,40 +292,29 @@ class RolloutStorage(Storage, kw_only=True):
         """
         data = self.data
         check_streams("last_values", last_values, data.value)
-        shape, why = (self.num_envs,), " = [B]"
-        last_values = jax.tree.map(
-            lambda x, v: jnp.asarray(check_array("last_values", x, shape, why), v.dtype),
-            last_values,
-            data.value,
-        )
-        # Rows that are not written are not experience, and last_values takes their place.
         written = self._written()
         valid = written if data.valid is None else written & data.valid
-        values = jax.tree.map(
-            lambda v, last: jnp.where(written, v, last[None]), data.value, last_values
-        )
-        streams = jax.tree.structure(data.value)
 
-        def each(x: PyTree) -> list[Any]:
-            return streams.flatten_up_to(x) if isinstance(x, dict) else [x] * streams.num_leaves
-
-        def targets(reward, value, last, bootstrap, discount, gae_lambda, episodic) -> Targets:
-            terminated, truncated = data.terminated, data.truncated
+        def targets(value, last, reward, bootstrap, discount, gae_lambda, episodic) -> Targets:
+            last = jnp.asarray(check_array("last_values", last, (self.num_envs,)), value.dtype)
+            # Rows that are not written are not experience, and last_values takes their place.
+            value = jnp.where(written, value, last[None])
+            ends = (data.terminated, data.truncated)
             if episodic is not None:
-                terminated = terminated & episodic
-                truncated = None if truncated is None else truncated & episodic
-            ends = (terminated, truncated, bootstrap)
-            return estimators.gae(reward, value, last, *ends, discount, gae_lambda, valid=valid)
+                ends = tuple(None if flags is None else flags & episodic for flags in ends)
+            numbers = (bootstrap, discount, gae_lambda)
+            return estimators.gae(reward, value, last, ends[0], ends[1], *numbers, valid=valid)
 
+        streams = jax.tree.structure(data.value)
         numbers = (self.discount, self.gae_lambda, self.episodic)
-        trees = (data.reward, values, last_values, data.bootstrap_value, *numbers)
-        result = [targets(*x) for x in zip(*map(each, trees), strict=True)]
-        return self.with_targets(
-            Targets(
-                advantages=streams.unflatten([x.advantages for x in result]),
-                returns=streams.unflatten([x.returns for x in result]),
-            )
+        trees = (data.value, last_values, data.reward, data.bootstrap_value, *numbers)
+        columns = (
+            streams.flatten_up_to(x) if isinstance(x, dict) else [x] * streams.num_leaves
+            for x in trees
         )
+        each = [targets(*stream) for stream in zip(*columns, strict=True)]
+        advantages = streams.unflatten([x.advantages for x in each])
+        return self.with_targets(Targets(advantages, streams.unflatten([x.returns for x in each])))
 
     def with_targets(self, targets: Targets) -> Self:
         """The same rows with these targets: what a `before_gradients` of your own returns.
@@ -383,7 +362,7 @@ class RolloutStorage(Storage, kw_only=True):
             sequence_length=sequence_length,
             **options,
         )
-        length, stored = row_plan.sequence_length, self._carry_interval
+        length, stored = row_plan.sequence_length, self.carry_interval
         if self.is_recurrent and length not in (None, stored):
             raise ValueError(
                 f"the carries are stored every {stored} steps, so sequences must have that length, "
@@ -461,32 +440,23 @@ class RolloutStorage(Storage, kw_only=True):
         position, dropped = jax.device_get((self.position, self.dropped))
         if dropped:
             raise ValueError(
-                f"{dropped} steps were added past the end and dropped: the storage has num_steps = "
-                f"{self.num_steps} rows. Call storage.update() after each rollout, or create it "
-                f"with more rows."
+                f"{dropped} steps were added past the end, num_steps = {self.num_steps}. Call "
+                "storage.update() after each rollout, or create it with more rows."
             )
         if not partial and position < self.num_steps:
             raise ValueError(
-                f"the storage is not full: {position} of {self.num_steps} steps are written and "
-                "the rest weighs 0. Add the rest, or use check(partial=True) if that is meant."
+                f"{position} of {self.num_steps} steps are written. Add the rest, or use "
+                "check(partial=True) if that is meant."
             )
         self._check_targets()
         checked = {"value": self.data.value, "reward": self.data.reward, "targets": self.targets}
         check_finite(checked, np.asarray(self.contents().weights) > 0, "environment")
         return self
 
-    def _expects_carry(self, call: str, carry: PyTree) -> None:
-        if self.is_recurrent == bool(jax.tree.leaves(carry)):
-            return
-        if self.is_recurrent:
-            raise ValueError(
-                f"this storage was created with an initial_carry: use {call} with the recurrent "
-                "state from before the step."
-            )
-        raise ValueError(
-            f"{call} got a carry, but this storage was created without one. Give initial_carry "
-            "to create, or leave the carry out."
-        )
+
+def _check_carry(carry: PyTree, like: PyTree) -> PyTree:
+    carry = carry if jax.tree.leaves(carry) else None  # () of a feed-forward policy
+    return check_like("carry", carry, like, of="initial_carry")
 
 
 def _count(number: int, like: Array) -> Array:

@@ -160,5 +160,5 @@ def test_a_storage_from_a_rollout_equals_one_filled_by_hand(kind, num_sequences)
     want = kind.create(step(data), steps, discount=0.5, initial_carry=carry, sequence_length=length)
     want = want.insert_data_slice(data, carries if num_sequences else None)
     assert_equal(got, want.compute_returns_and_advantages(last))
-    with pytest.raises(TypeError, match=r"must be a jaxroll.Rollout, got Transition"):
+    with pytest.raises(TypeError, match=r"must be of type Rollout, got Transition"):
         kind.from_rollout(data)
