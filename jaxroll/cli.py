@@ -150,10 +150,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace | int:
     except SystemExit as stop:
         return int(stop.code or 0)
     if unknown:
-        known = [name for action in commands[argv[0]]._actions for name in action.option_strings]
+        actions = commands[args.command]._actions
+        known = [name for action in actions for name in action.option_strings]
         word = unknown[0].partition("=")[0]
         hint = near_matches(word, known) if word.startswith("-") else ""
-        raise ValueError(f"{argv[0]} does not take {word!r}. {hint}".strip())
+        raise ValueError(f"{args.command} does not take {word!r}. {hint}".strip())
     return args
 
 
@@ -264,7 +265,7 @@ def plot_command(args: argparse.Namespace) -> int:
     names = [word for word in args.runs if word not in runs]
     for name in names:
         if os.sep in name or not runs:
-            hint = did_you_mean(name, Path(name).parent.glob("*"))
+            hint = did_you_mean(name, map(str, Path(name).parent.glob("*")))
             raise ValueError(f"there is no run at {name}.{hint}")
     drawn = [run for run in runs if not _is_empty(Path(run))]
     for run in runs:

@@ -117,6 +117,7 @@ def test_envs_lists_names_that_can_be_made(capsys):
     ("argv", "message"),
     [
         (["trian"], "unknown command .trian.. Did you mean 'train'"),
+        (["--nothing", "train"], "train does not take '--nothing'"),
         (["train", "--num-env", "4"], "Did you mean '--num-envs'"),
         (["train", "pp0"], "agent must be one of .*, got .pp0.. Did you mean .ppo."),
         (["train", "CartPole-v1"], "is an environment. Use: jaxroll train ppo CartPole-v1"),
@@ -397,6 +398,8 @@ def test_plot_leaves_out_runs_without_metrics(run, tmp_path, capsys):
     assert captured.err == f"jaxroll: {tmp_path / 'empty'} has no metrics and is left out.\n"
     assert main(["plot", str(tmp_path / "empty")]) == 2
     assert "no metrics to draw yet" in capsys.readouterr().err
+    assert main(["plot", str(tmp_path / "empt")]) == 2
+    assert f"Did you mean '{tmp_path / 'empty'}'" in capsys.readouterr().err
 
 
 def test_plot_draws_runs_and_columns(run, tmp_path, capsys):
