@@ -247,53 +247,45 @@ def _write(figure: Figure, path: Path) -> None:
 
 def _load(runs: Any, labels: Sequence[str] | None) -> dict[str, list[History]]:
     """Label → the histories of its seeds, in the order given."""
-    if isinstance(runs, Mapping):
-        lines = {str(label): _histories(run) for label, run in runs.items()}
-    else:
-        lines = _by_experiment(_as_list(runs))
-    if not lines:
+    groups = runs if isinstance(runs, Mapping) else _by_experiment(_as_list(runs))
+    if not groups:
         raise ValueError("there is nothing to plot: no runs were given.")
-    if labels is None:
-        return lines
-    if len(labels) != len(lines):
+    there = [str(label) for label in groups]
+    if labels is not None and len(labels) != len(there):
         raise ValueError(
-            f"labels must name each of the {len(lines)} lines ({', '.join(lines)}), "
+            f"labels must name each of the {len(there)} lines ({', '.join(there)}), "
             f"got {len(labels)}."
         )
-    return dict(zip(labels, lines.values()))
+    return {label: _histories(group) for label, group in zip(labels or there, groups.values())}
 
 
-def _by_experiment(runs: list[Any]) -> dict[str, list[History]]:
-    """Directories of one experiment, seeds aside, share a line, named by what their config says."""
-    experiments: dict[str, tuple[str, str, list[History]]] = {}  # label, directory, seeds
+def _by_experiment(runs: list[Any]) -> dict[str, list[Any]]:
+    """Label → runs; directories whose configs differ in their seed only are together."""
+    groups: dict[tuple[str, str], list[Any]] = {}
     for i, run in enumerate(runs):
-        experiment, label, directory = str(i), "", f"run {i}"
-        if isinstance(run, str | os.PathLike):
-            path = Path(run) if Path(run).is_dir() else Path(run).parent
-            directory = path.resolve().name
-            if config := _read_config(path):
-                parts = [config[k] for k in ("agent", "env") if isinstance(config.get(k), str)]
-                label = config.get("name") or " ".join(parts)
-                same = {k: v for k, v in config.items() if k not in _NOT_THE_EXPERIMENT}
-                experiment = json.dumps(same, sort_keys=True, default=str)
-        _, _, seeds = experiments.setdefault(experiment, (label or directory, directory, []))
-        seeds += _histories(run)
-    labels = [label for label, _, _ in experiments.values()]
-    lines: dict[str, list[History]] = {}
-    for label, directory, seeds in experiments.values():
-        name = label if labels.count(label) == 1 else f"{label}, {directory}"
-        while name in lines:
-            name += "′"
-        lines[name] = seeds
-    return lines
+        groups.setdefault(_experiment(run, str(i)), []).extend(_as_list(run))
+    labels = [label for label, _ in groups]
+    return {
+        label if labels.count(label) == 1 else f"{label}, {group[0]}": group
+        for (label, _), group in groups.items()
+    }
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    file = directory / "config.toml"
+def _experiment(run: Any, default: str) -> tuple[str, str]:
+    """What a run is called, and all of its config that other seeds of it share."""
+    if not isinstance(run, str | os.PathLike):
+        return f"run {default}", default
+    directory = Path(run) if Path(run).is_dir() else Path(run).parent
+    name, file = directory.resolve().name, directory / "config.toml"
+    if not file.exists():
+        return name, default
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as exc:
         raise ValueError(f"{file} cannot be read: {exc}.") from exc
+    what = f"{config.get('agent', '')} {config.get('env', '')}".strip()
+    same = {k: v for k, v in config.items() if k not in _NOT_THE_EXPERIMENT}
+    return config.get("name") or what or name, json.dumps(same, sort_keys=True, default=str)
 
 
 def _histories(runs: Any) -> list[History]:

@@ -44,8 +44,8 @@ class Progress:
 
     Example:
       >>> with Progress(100, description="demo", mode="lines", file=sys.stdout) as progress:
-      ...     with progress.status("compiling"):
-      ...         pass
+      ...     progress.status("compiling")
+      ...     progress.begin(0)
       ...     progress.update(100, episode_return=[480.0, 500.0])  # doctest: +ELLIPSIS
       demo: compiling …
       demo: 100 steps in ... s (... steps/s), return 490.0 ± 10.0
@@ -86,7 +86,7 @@ class Progress:
 
     def close(self, failed: bool = False) -> None:
         """Leave one final line in place of the live view."""
-        self._set_status(None)
+        self.status(None)
         # A closed terminal must not turn a finished run into a failed one.
         with contextlib.suppress(OSError, ValueError):
             self._view.stop(self.final_line(failed=failed))
@@ -115,7 +115,7 @@ class Progress:
                 self._measured = now, step
         elif done:  # how long the steps themselves took is not known
             self._measured = now, step
-        self._set_status(None)
+        self.status(None)
 
     def begin(self, step: int, *, resumed: bool = False) -> None:
         """Say that preparations are over, and the work itself begins at this step.
@@ -127,25 +127,25 @@ class Progress:
         self.step = int(step)
         self.start = self.step if resumed else self.start
         self._measured = (self._working_seconds(), self.step)
-        self._set_status(None)
+        self.status(None)
 
-    def status(self, text: str) -> contextlib.ExitStack:
-        """Show what holds the work up, with a clock, until the next `update` or the end of `with`.
+    def status(self, text: str | None) -> None:
+        """Show what holds the work up, with a clock, until the next `update`; None ends it.
 
         Its time does not count for steps/s; the final line names it.
 
         Example:
           >>> progress = Progress(10, mode="silent")
-          >>> with progress.status("evaluating"):
-          ...     progress.current_status
-          'evaluating'
-          >>> progress.current_status is None
-          True
+          >>> progress.status("evaluating")
+          >>> progress.parts()
+          ['0%', 'evaluating 0:00', '0/10 steps']
         """
-        self._set_status(text)
-        stack = contextlib.ExitStack()
-        stack.callback(self._set_status, None)
-        return stack
+        now = self._clock()
+        if self.current_status is not None:
+            held = self._held.get(self.current_status, 0.0) + now - self._status_since
+            self._held[self.current_status] = held
+        self.current_status, self._status_since = text, now
+        self._view.changed()
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
@@ -194,14 +194,6 @@ class Progress:
         """Since the start, without what passed under a status."""
         now = self._clock() if self.current_status is None else self._status_since
         return now - self._began - sum(self._held.values())
-
-    def _set_status(self, text: str | None) -> None:
-        now = self._clock()
-        if self.current_status is not None:
-            held = self._held.get(self.current_status, 0.0) + now - self._status_since
-            self._held[self.current_status] = held
-        self.current_status, self._status_since = text, now
-        self._view.changed()
 
 
 class _Silent:

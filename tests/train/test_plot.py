@@ -123,8 +123,8 @@ def test_directories_that_differ_in_their_seed_share_a_line(tmp_path):
     bare = save(run(8), tmp_path / "bare")
     figure = plot_runs([*directories, other, str(bare)])
     assert [line.get_label() for line in figure.axes[0].lines] == [
-        "ppo CartPole-v1, ppo-0",
-        "ppo CartPole-v1, other",
+        f"ppo CartPole-v1, {directories[0]}",
+        f"ppo CartPole-v1, {other}",
         "bare",
     ]
     assert "mean over 1–3 seeds" in figure.axes[0].get_title(loc="left")
