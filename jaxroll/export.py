@@ -88,14 +88,9 @@ def export_policy(
     params = local(agent.acting_params(state.learner))
     policy, space = agent.policy, agent.env.observation_space
     batch = export.symbolic_shape("b")[0] if batch_size is None else batch_size
-    like = jax.eval_shape(lambda: policy.initial_carry(2))
-    structure = jax.tree.structure(like)
-    recurrent = structure.num_leaves > 0
+    carry_like, structure = jax.tree.flatten(jax.eval_shape(lambda: policy.initial_carry(2)))
 
-    def batched(example: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, *example.shape[1:]), example.dtype)
-
-    def row(obs: Any, carry: Any, is_first: Any, key: Any) -> tuple[Any, Any]:
+    def act_on_one(obs: Any, carry: Any, is_first: Any, key: jax.Array) -> tuple[Any, Any]:
         """One observation: a policy may look at the size of its batch, and B is not known here."""
         one = jax.tree.map(lambda x: x[None], (carry, obs, is_first))
         carry, output = policy.apply(params, *one)
@@ -103,27 +98,25 @@ def export_policy(
         action = distribution.mode() if deterministic else sample(distribution, key)
         return jax.tree.map(lambda x: x[0], (action, carry))
 
-    def rows(obs: Any, carry: Any, is_first: Any, seed: tuple[Any, ...]) -> tuple[Any, Any]:
-        key = jax.random.key(*(seed or (0,)))
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(is_first.shape[0]))
-        return jax.vmap(row)(obs, carry, is_first, keys)
-
-    def feed_forward(obs: Any, *seed: Any) -> Any:
+    def act(obs: Any, *rest: Any) -> Any:
+        """`rest` is (carry, is_first) of a recurrent policy, then the seed of one that samples."""
         count = jax.tree.leaves(obs)[0].shape[0]
-        carry = jax.tree.unflatten(structure, [])
-        return rows(obs, carry, jnp.zeros((count,), bool), seed)[0]
+        carry, is_first = rest[:2] if carry_like else ((), jnp.zeros((count,), bool))
+        key = jax.random.key(0 if deterministic else rest[-1])
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+        carry = jax.tree.unflatten(structure, carry)
+        action, carry = jax.vmap(act_on_one)(obs, carry, is_first, keys)
+        return (action, tuple(jax.tree.leaves(carry))) if carry_like else action
 
-    def with_carry(obs: Any, carry: tuple[Any, ...], is_first: Any, *seed: Any) -> Any:
-        action, carry = rows(obs, jax.tree.unflatten(structure, carry), is_first, seed)
-        return action, tuple(jax.tree.leaves(carry))
+    def batched(example: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, *example.shape[1:]), example.dtype)
 
     args: list[Any] = [jax.tree.map(batched, zeros(space, (1,)))]
-    if recurrent:
-        args += [tuple(map(batched, jax.tree.leaves(like))), jax.ShapeDtypeStruct((batch,), bool)]
+    if carry_like:
+        args += [tuple(map(batched, carry_like)), jax.ShapeDtypeStruct((batch,), bool)]
     if not deterministic:
         args.append(jax.ShapeDtypeStruct((), jnp.uint32))
-    program = jax.jit(with_carry if recurrent else feed_forward)
-    data = export.export(program, platforms=platforms)(*args).serialize()
+    data = export.export(jax.jit(act), platforms=platforms)(*args).serialize()
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
     for file, content in ((_digest_file(path), digest.encode()), (path, data)):
