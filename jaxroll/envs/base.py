@@ -168,9 +168,8 @@ def check_hashable(env: Any) -> None:
         ) from None
 
 
-@dataclasses.dataclass(frozen=True)
-class AutoReset:
-    """What `autoreset` makes: the environment, started again where an episode has ended."""
+class SameSpaces:
+    """The spaces of the environment within."""
 
     env: Any
 
@@ -183,6 +182,13 @@ class AutoReset:
     def action_space(self) -> Space:
         """The environment's own."""
         return self.env.action_space
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoReset(SameSpaces):
+    """What `autoreset` makes: the environment, started again where an episode has ended."""
+
+    env: Any
 
     @property
     def time_limit(self) -> float | None:

@@ -29,6 +29,7 @@ from jaxroll.checks import check_array, check_count, check_flag, check_number, d
 from jaxroll.envs.base import Draws, reset_where_done, time_step
 from jaxroll.envs.make import Source
 from jaxroll.envs.options import Options
+from jaxroll.envs.translate import to_space
 from jaxroll.types import PyTree, TimeStep
 
 # (field of the state, field of the parameters) by which an old environment limits its time.
@@ -235,24 +236,7 @@ def _spaces(env: GymnaxEnv) -> tuple[spaces.Space, spaces.Space]:
     with jax.ensure_compile_time_eval(), _promotions():
         observation, action = built.observation_space(params), built.action_space(params)
     _, obs = jax.eval_shape(lambda: env.reset(jax.random.key(0)))
-    return _translate(observation, obs), _translate(action)
-
-
-def _translate(space: Any, example: Any = None) -> spaces.Space:
-    """A space of gymnax as ours; `example` corrects what a space says of shape and dtype."""
-    kind = type(space).__name__  # by name: other packages bring their own copy of the classes
-    if kind == "Discrete":
-        return spaces.Discrete(int(space.n))
-    if kind == "Box":
-        like = space if example is None else example
-        return spaces.Box(np.asarray(space.low), np.asarray(space.high), like.shape, like.dtype)
-    if kind == "Dict":
-        parts = example or {}
-        return spaces.Dict({k: _translate(v, parts.get(k)) for k, v in space.spaces.items()})
-    raise TypeError(
-        f"The space {space} of gymnax has no translation. Give the environment an "
-        "observation of arrays or a dict of arrays, and an action of one array."
-    )
+    return to_space(observation, obs), to_space(action)
 
 
 def _has_own_step(env: Any) -> bool:

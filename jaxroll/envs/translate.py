@@ -1,4 +1,4 @@
-"""Gymnasium's spaces, observations and actions as ours, and back.
+"""Spaces, observations and actions of other libraries as ours, and back.
 
 Observations arrive as float32 where they were float64, integers as int32. Simulators written in C
 accept actions of wrong lengths and dtypes silently, and read past the end or play another action:
@@ -25,8 +25,12 @@ def narrow(dtype: Any) -> np.dtype:
     return np.dtype(_NARROW.get(np.dtype(dtype), dtype))
 
 
-def to_space(space: Any) -> spaces.Space:
-    """A space of Gymnasium as ours; a Tuple becomes a Dict with the keys "0" to "n".
+def to_space(space: Any, example: PyTree = None) -> spaces.Space:
+    """A space of Gymnasium, or gymnax, as ours; a Tuple becomes a Dict with the keys "0" to "n".
+
+    Args:
+      space: known by the name of its class, since other packages bring their own copies.
+      example: a member, which corrects what a Box says of shape and dtype; None: it is right.
 
     Example:
       >>> import gymnasium
@@ -41,9 +45,11 @@ def to_space(space: Any) -> spaces.Space:
     if kind == "MultiBinary":
         return spaces.MultiBinary(int(np.prod(space.shape)))
     if kind == "Box":
-        return spaces.Box(space.low, space.high, space.shape, narrow(space.dtype))
+        like = space if example is None else example
+        return spaces.Box(space.low, space.high, like.shape, narrow(like.dtype))
     if kind in ("Dict", "Tuple"):
-        return spaces.Dict({str(k): to_space(child) for k, child in _children(space)})
+        parts = example or {}
+        return spaces.Dict({str(k): to_space(v, parts.get(k)) for k, v in _children(space)})
     raise TypeError(
         f"The space {space} has no translation to arrays of a fixed shape. Wrap the environment "
         "so that it shows a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple space."

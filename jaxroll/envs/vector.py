@@ -12,7 +12,6 @@ import dataclasses
 import multiprocessing.util  # registers its own end first, so that ours comes before it
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -135,7 +134,7 @@ class VectorHostEnv(HostEnv):
         self._check_open()
         actions = self._write(self._check(actions))
         with self._running():
-            obs, reward, terminated, truncated, info = self._step_envs(actions)
+            obs, reward, terminated, truncated, info = self._call("step", actions)
             obs, shape = self._read(obs), (self.num_envs,)
             reward = _array("reward", reward, shape).astype(np.float32)
             terminated = _array("terminated", terminated, shape, is_flag=True)
@@ -185,21 +184,15 @@ class VectorHostEnv(HostEnv):
             raise
 
     def _reset_envs(self, seed: int) -> tuple[Any, Any]:
-        if not hasattr(self._envs, "reset_wait"):
-            return self._envs.reset(seed=seed)
-        self._envs.reset_async(seed=seed)
-        return self._wait(self._envs.reset_wait)
+        return self._call("reset", seed=seed)
 
-    def _step_envs(self, actions: Any) -> tuple:
-        if not hasattr(self._envs, "step_wait"):
-            return self._envs.step(actions)
-        self._envs.step_async(actions)
-        return self._wait(self._envs.step_wait)
-
-    def _wait(self, wait: Callable[..., tuple]) -> tuple:
-        """The answers of worker processes, none of them read before all are there."""
+    def _call(self, name: str, *args: Any, **options: Any) -> tuple:
+        """Reset or step; the answers of worker processes are read when all of them are there."""
+        if not hasattr(self._envs, f"{name}_wait"):
+            return getattr(self._envs, name)(*args, **options)
+        getattr(self._envs, f"{name}_async")(*args, **options)
         try:
-            return wait(timeout=self._deadline.seconds)
+            return getattr(self._envs, f"{name}_wait")(timeout=self._deadline.seconds)
         except multiprocessing.TimeoutError:
             raise TimeoutError(self._deadline.message) from None
 

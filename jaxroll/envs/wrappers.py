@@ -17,17 +17,18 @@ import numpy as np
 
 from jaxroll import spaces
 from jaxroll.checks import check_count, check_number
-from jaxroll.envs.base import MASK, Draws, draw, select, time_limit
+from jaxroll.envs.base import MASK, Draws, SameSpaces, draw, select, time_limit
 from jaxroll.envs.make import as_device_env
 from jaxroll.types import Node, PyTree, TimeStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrapper:
+class Wrapper(SameSpaces):
     """The base to write wrappers from: it passes on whatever a subclass does not change.
 
     Override `observation`, `action` or `reward` for what needs no memory and nothing random, or
-    else `reset` and `step`.
+    else `reset` and `step`. With a `step` of its own, a wrapper that does not change when episodes
+    are truncated should state so, by the environment's `time_limit`: it makes `collect` cheaper.
 
     Example, a wrapper that makes every step cost a little:
       >>> from jaxroll.envs import make_env
@@ -51,20 +52,9 @@ class Wrapper:
         object.__setattr__(self, "env", as_device_env(self.env, instead))
 
     @property
-    def observation_space(self) -> spaces.Space:
-        """The environment's own."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The environment's own."""
-        return self.env.action_space
-
-    @property
     def time_limit(self) -> float | None:
-        """The environment's own; None (not known) if `step` changes when episodes are truncated."""
-        inner = time_limit(self.env)
-        return inner if inner is None or _passes_truncated_on(self) else None
+        """The environment's own; None (not known) for a subclass with a `step` of its own."""
+        return time_limit(self.env) if type(self).step is Wrapper.step else None
 
     def observation(self, obs: PyTree) -> PyTree:
         """What the policy sees for an observation of the environment."""
@@ -92,40 +82,6 @@ class Wrapper:
         state, step = self.env.step(key, state, self.action(action))
         obs, final_obs = self.observation(step.obs), self.observation(step.final_obs)
         return state, step.replace(obs=obs, final_obs=final_obs, reward=self.reward(step.reward))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched:
-    """An environment that notes the `truncated` of each step it takes."""
-
-    env: Any
-    truncated: list = dataclasses.field(default_factory=list, compare=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.env, name)
-
-    def step(self, key: Any, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        state, step = self.env.step(key, state, action)
-        self.truncated.append(step.truncated)
-        return state, step
-
-
-@functools.lru_cache(maxsize=256)
-def _passes_truncated_on(wrapper: Wrapper) -> bool:
-    """Whether a step of the wrapper is one of its environment, with the same `truncated`."""
-    if type(wrapper).step is Wrapper.step:
-        return True
-    watched = _Watched(wrapper.env)
-    probe, same = dataclasses.replace(wrapper, env=watched), []
-
-    def step() -> None:
-        key = jax.random.key(0)
-        action = jax.tree.map(jnp.asarray, spaces.zeros(wrapper.action_space))
-        truncated = probe.step(key, probe.reset(key)[0], action)[1].truncated
-        same.append(len(watched.truncated) == 1 and truncated is watched.truncated[0])
-
-    jax.eval_shape(step)
-    return same == [True]
 
 
 class WrapperState(Node):
@@ -260,6 +216,11 @@ class FrameStack(Wrapper):
             )
         low, high = (np.concatenate([b] * self.num_frames, -1) for b in space.bounds())
         return spaces.Box(low, high, low.shape, space.dtype)
+
+    @property
+    def time_limit(self) -> float | None:
+        """The environment's own."""
+        return time_limit(self.env)
 
     def draw(self, key: jax.Array) -> PyTree:
         """The environment's own."""

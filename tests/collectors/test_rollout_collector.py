@@ -248,9 +248,20 @@ class Cut(Short):
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Wrapper):
+    def reward(self, reward):
+        return reward - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CostStep(Wrapper):
     def step(self, key, state, action):
         state, step = self.env.step(key, state, action)
         return state, step.replace(reward=step.reward - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostStepKnown(CostStep):
+    time_limit = property(lambda self: time_limit(self.env))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +279,8 @@ LIMITED = TimeLimit(autoreset(Short()), 4)
     [
         (LIMITED, 4, 4),
         (Cost(LIMITED), 4, 4),
+        (CostStep(LIMITED), None, 1),
+        (CostStepKnown(LIMITED), 4, 4),
         (CutMore(LIMITED), None, 1),
         (autoreset(Cut()), None, 1),
         (TimeLimit(autoreset(Cut()), 100), None, 1),
