@@ -1,6 +1,7 @@
 """Actor-critics: a distribution over actions and values, on one torso or on two.
 
-`make_policy` picks the layers by the spaces; the result is a `Policy` that compares by value.
+`make_policy` and `make_decoupled_policy` pick the layers by the spaces; the result is a `Policy`
+that compares by value.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from jaxroll.checks import (
     check_sizes,
 )
 from jaxroll.distributions import Distribution, DistributionFor, distribution_for
-from jaxroll.networks.base import Policy
-from jaxroll.networks.recurrent import CORES, Body, Core, initial_carry
-from jaxroll.networks.torsos import (
+from jaxroll.networks.layers import (
     ACTIVATIONS,
+    CORES,
     MASK,
+    Body,
+    Core,
     Dense,
     Encoder,
     flat_entries,
-    has_image,
     is_channels_first,
+    is_image,
 )
+from jaxroll.networks.policy import Policy
 from jaxroll.types import Array, PolicyOutput, PyTree
 
 NETWORKS = ("auto", "mlp", "cnn", *CORES)
@@ -42,7 +45,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What decides a default network's layers; made by `architecture`, compares by value."""
+    """What decides a default network's layers; made by `make_policy`, compares by value."""
 
     observation_space: spaces.Space
     kind: DistributionFor
@@ -69,25 +72,28 @@ class Architecture:
         return Body(encoder, core, name=name)
 
     def initial_carry(self, batch_size: int) -> PyTree:
-        """The recurrent state of one body at the start of an episode; () without a core."""
-        return initial_carry(self.core, self.core_size, batch_size) if self.core else ()
+        """Zeros for one body: (hidden, cell) of an LSTM, hidden of a GRU; () without a core."""
+        count = {None: 0, "gru": 1, "lstm": 2}[self.core]
+        zeros = tuple(jnp.zeros((batch_size, self.core_size), jnp.float32) for _ in range(count))
+        return zeros[0] if self.core == "gru" else zeros
 
 
 class PolicyHead(nn.Module):
     """Features → distribution; for a Box with a learned log_std that no state changes."""
 
-    kind: DistributionFor
-    log_std_init: float = 0.0
+    architecture: Architecture
 
     @nn.compact
-    def __call__(self, features: Array, mask: Array | None) -> Distribution:
-        """[..., features] → a distribution with batch axes [...]."""
-        outputs = Dense(self.kind.num_outputs, scale=0.01)(features)
+    def __call__(self, features: Array, obs: PyTree) -> Distribution:
+        """[..., features] → a distribution with batch axes [...], masked if obs has a mask."""
+        kind, space = self.architecture.kind, self.architecture.observation_space
+        outputs = Dense(kind.num_outputs, scale=0.01)(features)
         log_std = None
-        if self.kind.has_log_std:
-            init = nn.initializers.constant(self.log_std_init)
-            log_std = self.param("log_std", init, (self.kind.num_outputs,), jnp.float32)
-        return self.kind.build(outputs, log_std, mask)
+        if kind.has_log_std:
+            init = nn.initializers.constant(self.architecture.log_std_init)
+            log_std = self.param("log_std", init, (kind.num_outputs,), jnp.float32)
+        has_mask = isinstance(space, spaces.Dict) and MASK in space.spaces
+        return kind.build(outputs, log_std, obs[MASK] if has_mask else None)
 
 
 class ValueHead(nn.Module):
@@ -117,38 +123,26 @@ class ActorCritic(nn.Module):
         else:
             self.actor = self.architecture.body("actor")
             self.critic = self.architecture.body("critic")
-        self.policy_head = PolicyHead(self.architecture.kind, self.architecture.log_std_init)
+        self.policy_head = PolicyHead(self.architecture)
         self.value_head = ValueHead(self.architecture.streams)
 
-    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool = False):
+    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array):
         """(carry, PolicyOutput); leaves [B, ...], or [T, B, ...] to unroll."""
         if self.shared_torso:
-            carry, seen = _mode(self.torso, unroll)(carry, obs, is_first)
+            carry, seen = self.torso(carry, obs, is_first)
             judged = seen
         else:
             actor, critic = split_carry(carry)
-            actor, seen = _mode(self.actor, unroll)(actor, obs, is_first)
-            critic, judged = _mode(self.critic, unroll)(critic, obs, is_first)
+            actor, seen = self.actor(actor, obs, is_first)
+            critic, judged = self.critic(critic, obs, is_first)
             carry = join_carry(actor, critic)
-        distribution = self.policy_head(seen, action_mask(self.architecture, obs))
-        return carry, PolicyOutput(distribution, self.value_head(judged))
+        return carry, PolicyOutput(self.policy_head(seen, obs), self.value_head(judged))
 
     def value(self, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
-        """V alone: the actor is not run."""
+        """V alone: a separate actor is not run."""
         if self.shared_torso:
             return self.value_head(self.torso(carry, obs, is_first)[1])
         return self.value_head(self.critic(split_carry(carry)[1], obs, is_first)[1])
-
-
-def _mode(body: Body, unroll: bool):
-    return body.unroll if unroll else body
-
-
-def run(module: nn.Module, params: PyTree, *arguments: Any, **options: Any) -> Any:
-    """What a module makes of its arguments under these parameters."""
-    if not isinstance(params, Mapping) or not params:
-        raise TypeError(f"params must be a dict, as policy.init(key, obs) gives, got {params!r}.")
-    return module.apply({"params": params}, *arguments, **options)
 
 
 def split_carry(carry: PyTree) -> tuple[PyTree, PyTree]:
@@ -161,17 +155,35 @@ def join_carry(actor: PyTree, critic: PyTree) -> PyTree:
     return {"actor": actor, "critic": critic} if jax.tree.leaves((actor, critic)) else ()
 
 
-def action_mask(architecture: Architecture, obs: PyTree) -> Array | None:
-    """The observation's "action_mask" entry, if its space has one."""
-    space = architecture.observation_space
-    return obs[MASK] if isinstance(space, spaces.Dict) and MASK in space.spaces else None
+def run(module: nn.Module, params: PyTree, *arguments: Any, method: str | None = None) -> Any:
+    """What a module makes of its arguments under these parameters."""
+    if not isinstance(params, Mapping) or not params:
+        raise TypeError(f"params must be a dict, as policy.init(key, obs) gives, got {params!r}.")
+    return module.apply({"params": params}, *arguments, method=method)
 
 
 @dataclasses.dataclass(frozen=True)
-class ActorCriticPolicy(Policy):
-    """A policy and a value on default networks; made by `make_policy`."""
+class NetworkPolicy(Policy):
+    """What default policies have in common."""
 
     architecture: Architecture
+
+    def initial_carry(self, batch_size: int) -> PyTree:
+        """{"actor": …, "critic": …}, zeros; () if feed-forward."""
+        own = self.architecture.initial_carry
+        return join_carry(own(batch_size), own(batch_size))
+
+    def unroll(
+        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
+    ) -> tuple[PyTree, PolicyOutput]:
+        """(carry, outputs); leaves [T, B, ...]. The torso sees all rows at once."""
+        return self.apply(params, carry, obs, is_first)
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorCriticPolicy(NetworkPolicy):
+    """A policy and a value on default networks; made by `make_policy`."""
+
     shared_torso: bool
 
     @property
@@ -191,11 +203,9 @@ class ActorCriticPolicy(Policy):
         return self.module.init(key, self.initial_carry(batch), obs, is_first)["params"]
 
     def initial_carry(self, batch_size: int) -> PyTree:
-        """Zeros; () if feed-forward."""
-        own = self.architecture.initial_carry
-        if self.shared_torso:
-            return own(batch_size)
-        return join_carry(own(batch_size), own(batch_size))
+        """Zeros, of the shared body or of both; () if feed-forward."""
+        own = self.architecture if self.shared_torso else super()
+        return own.initial_carry(batch_size)
 
     def apply(
         self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
@@ -203,75 +213,9 @@ class ActorCriticPolicy(Policy):
         """(carry, output); leaves [B, ...]."""
         return run(self.module, params, carry, obs, is_first)
 
-    def unroll(
-        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
-    ) -> tuple[PyTree, PolicyOutput]:
-        """(carry, outputs); leaves [T, B, ...]. The torso sees all rows at once."""
-        return run(self.module, params, carry, obs, is_first, unroll=True)
-
     def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
         """V alone, [B] or a dict of streams; a separate actor is not run."""
         return run(self.module, params, carry, obs, is_first, method="value")
-
-
-def architecture(
-    observation_space: spaces.Space,
-    action_space: spaces.Space,
-    *,
-    network: str = "auto",
-    hidden_sizes: tuple[int, ...] | None = None,
-    activation: str | None = None,
-    core_size: int | None = None,
-    streams: tuple[str, ...] | None = None,
-    squash: bool = False,
-    log_std_init: float = 0.0,
-    dtype: Any = "float32",
-) -> Architecture:
-    """The layers that fit these spaces; see `make_policy` for the arguments."""
-    check_choice("network", network, NETWORKS)
-    if not isinstance(observation_space, spaces.Space):
-        raise TypeError(
-            f"observation_space must be one of jaxroll.spaces, got {observation_space!r}. Use "
-            "env.observation_space."
-        )
-    images = has_image(observation_space)
-    if network == "cnn" and not images:
-        raise ValueError(
-            'network="cnn" needs an observation (or an entry of it) with three axes, '
-            f'got {observation_space}. Use network="mlp".'
-        )
-    if not flat_entries(observation_space):
-        raise ValueError(
-            f"the observation space must have an entry to look at, got {observation_space}."
-        )
-    convolutional = images and network != "mlp"
-    if activation is None:
-        activation = "relu" if convolutional else "tanh"
-    check_choice("activation", activation, tuple(ACTIVATIONS))
-    if hidden_sizes is None:
-        hidden_sizes = _default_sizes(observation_space) if convolutional else (64, 64)
-    hidden_sizes = check_sizes("hidden_sizes", hidden_sizes)
-    if streams is not None and (not streams or len(set(streams)) != len(streams)):
-        raise ValueError(f"streams must be different names, at least one, got {streams}.")
-    return Architecture(
-        observation_space=observation_space,
-        kind=distribution_for(action_space, squash=check_flag("squash", squash)),
-        hidden_sizes=hidden_sizes,
-        activation=activation,
-        convolutional=convolutional,
-        core=network if network in CORES else None,
-        core_size=hidden_sizes[-1] if core_size is None else check_count("core_size", core_size),
-        streams=None if streams is None else tuple(streams),
-        log_std_init=float(check_number("log_std_init", log_std_init)),
-        dtype=check_dtype("dtype", dtype, DTYPES),
-    )
-
-
-def _default_sizes(space: spaces.Space) -> tuple[int, ...]:
-    """512 after the large convolutions, 128 after the small: as their authors have it."""
-    shapes = [s.shape for s in flat_entries(space).values() if len(s.shape) == 3]
-    sides = [min(s[1:] if is_channels_first(s) else s[:2]) for s in shapes]
-    return (512,) if max(sides) >= 36 else (128,)
 
 
 def make_policy(
@@ -321,18 +265,49 @@ def make_policy(
       >>> output.distribution.sample(jax.random.key(1)).shape, output.value.shape
       ((8,), (8,))
     """
-    layers = architecture(
-        observation_space,
-        action_space,
-        network=network,
-        hidden_sizes=hidden_sizes,
-        activation=activation,
-        core_size=core_size,
-        streams=streams,
-        squash=squash,
-        log_std_init=log_std_init,
-        dtype=dtype,
-    )
+    check_choice("network", network, NETWORKS)
+    if not isinstance(observation_space, spaces.Space):
+        raise TypeError(
+            f"observation_space must be one of jaxroll.spaces, got {observation_space!r}. Use "
+            "env.observation_space."
+        )
+    entries = flat_entries(observation_space)
+    images = [space.shape for space in entries.values() if is_image(space)]
+    if not entries:
+        raise ValueError(
+            f"the observation space must have an entry to look at, got {observation_space}."
+        )
+    if network == "cnn" and not images:
+        raise ValueError(
+            'network="cnn" needs an observation (or an entry of it) with three axes, '
+            f'got {observation_space}. Use network="mlp".'
+        )
+    convolutional = bool(images) and network != "mlp"
+    if activation is None:
+        activation = "relu" if convolutional else "tanh"
+    if hidden_sizes is None:
+        hidden_sizes = _sizes_after_convolutions(images) if convolutional else (64, 64)
+    hidden_sizes = check_sizes("hidden_sizes", hidden_sizes)
+    if streams is not None and (not streams or len(set(streams)) != len(streams)):
+        raise ValueError(f"streams must be different names, at least one, got {streams}.")
     if shared_torso is None:
-        shared_torso = layers.convolutional or layers.core is not None
-    return ActorCriticPolicy(layers, check_flag("shared_torso", shared_torso))
+        shared_torso = convolutional or network in CORES
+    architecture = Architecture(
+        observation_space=observation_space,
+        kind=distribution_for(action_space, squash=check_flag("squash", squash)),
+        hidden_sizes=hidden_sizes,
+        activation=check_choice("activation", activation, tuple(ACTIVATIONS)),
+        convolutional=convolutional,
+        core=network if network in CORES else None,
+        core_size=hidden_sizes[-1] if core_size is None else check_count("core_size", core_size),
+        streams=None if streams is None else tuple(streams),
+        log_std_init=float(check_number("log_std_init", log_std_init)),
+        dtype=check_dtype("dtype", dtype, DTYPES),
+    )
+    return ActorCriticPolicy(architecture, check_flag("shared_torso", shared_torso))
+
+
+def _sizes_after_convolutions(images: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """512 after the large convolutions, 128 after the small: as their authors have it."""
+    sides = [min(s[1:] if is_channels_first(s) else s[:2]) for s in images]
+    return (512,) if max(sides) >= 36 else (128,)

@@ -18,16 +18,15 @@ from flax import linen as nn
 from jaxroll import spaces
 from jaxroll.networks.actor_critic import (
     Architecture,
+    NetworkPolicy,
     PolicyHead,
     ValueHead,
-    action_mask,
-    architecture,
     join_carry,
+    make_policy,
     run,
     split_carry,
 )
-from jaxroll.networks.base import Policy
-from jaxroll.networks.torsos import Dense
+from jaxroll.networks.layers import Dense, as_vector
 from jaxroll.types import Array, PolicyOutput, PyTree
 
 
@@ -39,17 +38,17 @@ class Actor(nn.Module):
     def setup(self):
         """A body and two heads."""
         self.torso = self.architecture.body("torso")
-        self.policy_head = PolicyHead(self.architecture.kind, self.architecture.log_std_init)
+        self.policy_head = PolicyHead(self.architecture)
         self.advantage_head = Dense(1, scale=1.0)
 
-    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool = False):
-        """(carry, distribution, features)."""
-        carry, features = (self.torso.unroll if unroll else self.torso)(carry, obs, is_first)
-        return carry, self.policy_head(features, action_mask(self.architecture, obs)), features
+    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array):
+        """(carry, distribution, features); leaves [B, ...], or [T, B, ...] to unroll."""
+        carry, features = self.torso(carry, obs, is_first)
+        return carry, self.policy_head(features, obs), features
 
     def advantage(self, features: Array, action: Array) -> Array:
         """[..., features] and actions → [...]."""
-        seen = as_features(self.architecture.kind.space, action)
+        seen = as_vector(self.architecture.kind.space, action)
         both = jnp.concatenate([features.astype(jnp.float32), seen], axis=-1)
         return self.advantage_head(both)[..., 0]
 
@@ -68,26 +67,14 @@ class Critic(nn.Module):
         self.torso = self.architecture.body("torso")
         self.value_head = ValueHead(self.architecture.streams)
 
-    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool = False):
-        """(carry, values)."""
-        carry, features = (self.torso.unroll if unroll else self.torso)(carry, obs, is_first)
+    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array):
+        """(carry, values); leaves [B, ...], or [T, B, ...] to unroll."""
+        carry, features = self.torso(carry, obs, is_first)
         return carry, self.value_head(features)
 
 
-def as_features(space: Any, action: Array) -> Array:
-    """[..., *action] → [..., features]: choices one-hot, all else flattened."""
-    match space:
-        case spaces.Discrete(n=n):
-            return jax.nn.one_hot(action, n)
-        case spaces.MultiDiscrete(nvec=nvec):
-            parts = [jax.nn.one_hot(action[..., i], n) for i, n in enumerate(nvec)]
-            return jnp.concatenate(parts, axis=-1)
-    batch = action.shape[: action.ndim - len(space.shape)]
-    return action.reshape(*batch, spaces.flat_size(space)).astype(jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
-class DecoupledPolicy(Policy):
+class DecoupledPolicy(NetworkPolicy):
     """An actor that predicts advantages, and a critic apart; made by `make_decoupled_policy`.
 
     `params` is {"actor": …, "critic": …}. The value reads the critic's parameters only; the
@@ -97,8 +84,6 @@ class DecoupledPolicy(Policy):
     what is stored: {"adv_pred": [B]}. A loss calls `advantage` on what `unroll` or `apply` gave.
     """
 
-    architecture: Architecture
-
     @property
     def has_separate_value(self) -> bool:
         """Always: the critic is a network of its own."""
@@ -107,53 +92,29 @@ class DecoupledPolicy(Policy):
     def init(self, key: jax.Array, obs: PyTree) -> PyTree:
         """{"actor": …, "critic": …}."""
         batch = jax.tree.leaves(obs)[0].shape[0]
-        carry, is_first = self.architecture.initial_carry(batch), jnp.zeros(batch, bool)
+        seen = self.architecture.initial_carry(batch), obs, jnp.zeros(batch, bool)
         action = jnp.asarray(spaces.zeros(self.architecture.kind.space, (batch,)))
         actor_key, critic_key = jax.random.split(key)
-        actor = Actor(self.architecture)
-        critic = Critic(self.architecture)
-        return {
-            "actor": actor.init(actor_key, carry, obs, is_first, action, method="everything")[
-                "params"
-            ],
-            "critic": critic.init(critic_key, carry, obs, is_first)["params"],
-        }
-
-    def initial_carry(self, batch_size: int) -> PyTree:
-        """{"actor": …, "critic": …}; () if feed-forward."""
-        own = self.architecture.initial_carry
-        return join_carry(own(batch_size), own(batch_size))
-
-    def _run(
-        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array, unroll: bool
-    ) -> tuple[PyTree, PolicyOutput]:
-        actor_carry, critic_carry = split_carry(carry)
-        actor_carry, distribution, features = run(
-            Actor(self.architecture), params["actor"], actor_carry, obs, is_first, unroll=unroll
-        )
-        critic_carry, value = run(
-            Critic(self.architecture), params["critic"], critic_carry, obs, is_first, unroll=unroll
-        )
-        output = PolicyOutput(distribution, value, extras={"features": features})
-        return join_carry(actor_carry, critic_carry), output
+        actor = Actor(self.architecture).init(actor_key, *seen, action, method="everything")
+        critic = Critic(self.architecture).init(critic_key, *seen)
+        return {"actor": actor["params"], "critic": critic["params"]}
 
     def apply(
         self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
     ) -> tuple[PyTree, PolicyOutput]:
         """(carry, output); leaves [B, ...]."""
-        return self._run(params, carry, obs, is_first, unroll=False)
-
-    def unroll(
-        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
-    ) -> tuple[PyTree, PolicyOutput]:
-        """(carry, outputs); leaves [T, B, ...]."""
-        return self._run(params, carry, obs, is_first, unroll=True)
+        actor, critic = split_carry(carry)
+        actor, distribution, features = run(
+            Actor(self.architecture), params["actor"], actor, obs, is_first
+        )
+        critic, value = run(Critic(self.architecture), params["critic"], critic, obs, is_first)
+        output = PolicyOutput(distribution, value, extras={"features": features})
+        return join_carry(actor, critic), output
 
     def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
         """V alone: the actor is not run."""
-        critic_carry = split_carry(carry)[1]
-        _, value = run(Critic(self.architecture), params["critic"], critic_carry, obs, is_first)
-        return value
+        seen = split_carry(carry)[1], obs, is_first
+        return run(Critic(self.architecture), params["critic"], *seen)[1]
 
     def advantage(self, params: PyTree, output: PolicyOutput, action: PyTree) -> Array:
         """Â(s, a) of actions in the observations that gave `output`; its batch axes."""
@@ -189,4 +150,4 @@ def make_decoupled_policy(
             "a decoupled policy never shares its torso: leave shared_torso out, or use "
             "make_policy(..., shared_torso=...)."
         )
-    return DecoupledPolicy(architecture(observation_space, action_space, **options))
+    return DecoupledPolicy(make_policy(observation_space, action_space, **options).architecture)

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jaxroll import distributions, spaces
 from jaxroll.networks import Policy, check_policy, make_decoupled_policy, make_policy
 from jaxroll.networks.cpu_products import convolution, product
-from jaxroll.networks.torsos import Dense, SmallConv, as_vector
+from jaxroll.networks.layers import Dense, SmallConv, as_vector
 from jaxroll.types import PolicyOutput
 
 KEY = jax.random.key(0)
@@ -402,7 +402,7 @@ class Wrong(Policy):
         (Wrong(value_shape=(B, 1)), COIN, r"shape \(4,\), one number per row, got \(4, 1\). Drop"),
         (Wrong(carry=(B, 3)), COIN, r"carry like the one it is given"),
         (Wrong(output=False), COIN, r"PolicyOutput"),
-        (Wrong(logits=(B, 5, 2)), COIN, r"sample .* shape \(4,\) .* got \(4, 5\)"),
+        (Wrong(logits=(B, 5, 2)), COIN, r"must be integers \(4,\) .* got integers \(4, 5\)"),
         (Wrong(), spaces.Box.create(-1, 1, ()), r"must be floats"),
     ],
 )

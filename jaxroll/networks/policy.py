@@ -1,4 +1,4 @@
-"""What a policy is, to everything else in the library.
+"""What a policy is, to everything else in the library, and what else can serve as one.
 
 A policy is a value: frozen, hashable, compared by content, with no arrays in it. Parameters and
 the recurrent state (the carry) are pytrees that it is given. Any network library fits: subclass
@@ -8,6 +8,7 @@ the recurrent state (the carry) are pytrees that it is given. Any network librar
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -94,13 +95,11 @@ class Policy:
         Equals a scan of `apply`. A feed-forward policy sees all T·B rows in one call.
         """
         if jax.tree.leaves(carry):
-
-            def step(carry: PyTree, inputs: tuple) -> tuple[PyTree, PolicyOutput]:
-                return self.apply(params, carry, *inputs)
-
+            step = lambda carry, inputs: self.apply(params, carry, *inputs)  # noqa: E731
             return jax.lax.scan(step, carry, (obs, is_first))
-        _, output = self.apply(params, carry, merge_time(obs), merge_time(is_first))
-        return carry, split_time(output, is_first.shape)
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (obs, is_first))
+        _, output = self.apply(params, carry, *rows)
+        return carry, jax.tree.map(lambda x: x.reshape(*is_first.shape, *x.shape[1:]), output)
 
     def value(self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array) -> PyTree:
         """V alone, [B] or a dict of streams; override it where the actor can be skipped."""
@@ -134,14 +133,107 @@ class FunctionPolicy(Policy):
         return () if self.carry_function is None else self.carry_function(batch_size)
 
 
-def merge_time(tree: PyTree) -> PyTree:
-    """[T, B, ...] → [T·B, ...]; flat index t·B + b."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+@dataclasses.dataclass(frozen=True)
+class ModulePolicy(Policy):
+    """A feed-forward flax.linen module as a policy; made by `as_policy`."""
+
+    module: Any
+
+    def init(self, key: jax.Array, obs: PyTree) -> PyTree:
+        """What `module.init(key, obs)` gives: {"params": …}."""
+        params = self.module.init(key, obs)
+        if set(params) - {"params"}:
+            raise ValueError(
+                f"a module as policy has params only, but {type(self.module).__name__} has "
+                f"{sorted(params)}: what it remembers would be trained. Use "
+                "jaxroll.Policy.from_functions(init, apply)."
+            )
+        return params
+
+    def apply(
+        self, params: PyTree, carry: PyTree, obs: PyTree, is_first: Array
+    ) -> tuple[PyTree, PolicyOutput]:
+        """(carry, output); leaves [B, ...]."""
+        out = self.module.apply(params, obs)
+        if isinstance(out, PolicyOutput):
+            return carry, out
+        if not (isinstance(out, tuple) and len(out) == 2 and hasattr(out[0], "log_prob")):
+            got = ", ".join(type(x).__name__ for x in (out if isinstance(out, tuple) else (out,)))
+            raise TypeError(
+                f"{type(self.module).__name__} as policy must return (distribution, value), got "
+                f"({got}). Make logits a distribution: jaxroll.distributions.Categorical(logits)."
+            )
+        return carry, PolicyOutput(*out)
 
 
-def split_time(tree: PyTree, shape: tuple[int, ...]) -> PyTree:
-    """[T·B, ...] → [T, B, ...]."""
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)
+_NEEDED = ("apply", "initial_carry", "value")
+# Code for libraries whose modules hold their arrays.
+_HINTS = {
+    "flax.nnx": """
+    graphdef = nnx.split(nnx.eval_shape(lambda: Model(rngs=nnx.Rngs(0))))[0]
+
+    def init(key, obs):
+        return nnx.split(Model(rngs=nnx.Rngs(key)))[1]
+
+    def apply(params, carry, obs, is_first):
+        return carry, jaxroll.PolicyOutput(*nnx.merge(graphdef, params)(obs))
+""",
+    "equinox": """
+    static = eqx.partition(eqx.filter_eval_shape(Model, jax.random.key(0)), eqx.is_array_like)[1]
+
+    def init(key, obs):
+        return eqx.filter(Model(key), eqx.is_array)
+
+    def apply(params, carry, obs, is_first):
+        return carry, jaxroll.PolicyOutput(*jax.vmap(eqx.combine(params, static))(obs))
+""",
+}
+
+
+def as_policy(policy: Any) -> Any:
+    """The policy itself, or one around a flax.linen module.
+
+    A linen module is called with observations [B, ...] and returns (distribution, value [B]) or a
+    `PolicyOutput`; its params are all that `module.init(key, obs)` gives.
+
+    Example:
+      >>> from flax import linen as nn
+      >>> from jaxroll.distributions import Categorical
+      >>> class Model(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, obs):
+      ...         return Categorical(nn.Dense(2)(obs)), nn.Dense(1)(obs)[:, 0]
+      >>> policy, obs = as_policy(Model()), jnp.zeros((8, 4))
+      >>> params = policy.init(jax.random.key(0), obs)
+      >>> policy.apply(params, (), obs, jnp.zeros(8, bool))[1].value.shape
+      (8,)
+    """
+    if isinstance(policy, type):
+        raise TypeError(f"policy must be an instance, got the class {policy.__name__}.")
+    name, bases = type(policy).__name__, [base.__module__ for base in type(policy).__mro__]
+    is_linen = any(base.startswith("flax.linen") for base in bases)
+    # Every linen module has `apply`, so one that is a policy is known by its `initial_carry`.
+    if hasattr(policy, "initial_carry") and (is_linen or all(hasattr(policy, x) for x in _NEEDED)):
+        return policy
+    if is_linen:
+        call = inspect.signature(policy.__call__).parameters.values()
+        if len([p for p in call if p.default is p.empty and p.kind < p.VAR_POSITIONAL]) != 1:
+            raise TypeError(
+                f"a module as policy is called with observations only, but {name} "
+                f"takes {', '.join(p.name for p in call)}. Use jaxroll.Policy.from_functions(init, "
+                "apply, initial_carry) for a recurrent one."
+            )
+        return ModulePolicy(policy)
+    for library, code in _HINTS.items():
+        if any(base.startswith(library) for base in bases):
+            raise TypeError(
+                f"{name} of {library} holds its arrays, a policy is a function of params. Give "
+                f"jaxroll.Policy.from_functions(init, apply), for instance\n{code}"
+            )
+    raise TypeError(
+        f"policy must be a jaxroll.Policy (with init, {', '.join(_NEEDED)}) or a flax.linen "
+        f"module, got {name}. Use jaxroll.Policy.from_functions(init, apply)."
+    )
 
 
 def check_policy(
@@ -164,80 +256,65 @@ def check_policy(
       ValueError: the policy's distribution must have 3 choices for Discrete(n=3, ...), got 2 ...
     """
     batch = jax.tree.leaves(obs)[0].shape[0]
-    is_first = jax.ShapeDtypeStruct((batch,), bool)
     key = jax.eval_shape(lambda: jax.random.key(0))
     if params is None:
         params = jax.eval_shape(policy.init, key, obs)
     carry = jax.eval_shape(lambda: policy.initial_carry(batch))
+    is_first = jax.ShapeDtypeStruct((batch,), bool)
     result = jax.eval_shape(policy.apply, params, carry, obs, is_first)
-
-    if not (isinstance(result, tuple) and len(result) == 2 and _is_output(result[1])):
+    if not (isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "distribution")):
         raise TypeError(
             "policy.apply must return (carry, PolicyOutput(distribution, value)), "
             f"got {_describe(result)}."
         )
-    new_carry, output = result
-    if _describe(new_carry) != _describe(carry):
+    after, output = result
+    if _describe(after) != _describe(carry):
         raise ValueError(
             "policy.apply must return a carry like the one it is given, "
-            f"{_describe(carry)}, got {_describe(new_carry)}."
+            f"{_describe(carry)}, got {_describe(after)}."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(output.value):
+    action = _check_sample(output.distribution, key, batch, action_space)
+    numbers = jax.eval_shape(
+        lambda d, a: {"log_prob": d.log_prob(a), "entropy": d.entropy()},
+        output.distribution,
+        action,
+    )
+    numbers = {"value": output.value, **numbers}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(numbers):
         if leaf.shape != (batch,):
-            name = f"value{jax.tree_util.keystr(path)}"
-            hint = " Drop the last axis: value[..., 0]." if leaf.shape == (batch, 1) else ""
+            hint = " Drop the last axis: [..., 0]." if leaf.shape == (batch, 1) else ""
             raise ValueError(
-                f"the policy's {name} must have shape ({batch},), one number per row, "
-                f"got {leaf.shape}.{hint}"
+                f"the policy's {path[0].key}{jax.tree_util.keystr(path[1:])} must have shape "
+                f"({batch},), one number per row, got {leaf.shape}.{hint}"
             )
-    _check_distribution(output.distribution, key, batch, action_space)
     return output
 
 
-def _is_output(output: Any) -> bool:
-    return hasattr(output, "distribution") and hasattr(output, "value")
+def _check_sample(distribution: Any, key: Any, batch: int, space: spaces.Space) -> PyTree:
+    """The shapes of a sample; raise unless they are the space's."""
+    logits = getattr(distribution, "logits", None)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and logits is not None:
+        choices = space.n if isinstance(space, spaces.Discrete) else max(space.nvec)
+        if logits.shape[-1] != choices:
+            raise ValueError(
+                f"the policy's distribution must have {choices} choices for {space}, "
+                f"got {logits.shape[-1]} (logits {logits.shape})."
+            )
+
+    def kinds(tree: PyTree) -> PyTree:
+        floats = {True: "floats", False: "integers"}
+        describe = lambda x: f"{floats[jnp.issubdtype(x.dtype, jnp.floating)]} {x.shape}"  # noqa: E731
+        return jax.tree.map(describe, tree)
+
+    action: Any = jax.eval_shape(sample, distribution, key)
+    expected, got = kinds(spaces.zeros(space, (batch,))), kinds(action)
+    if got != expected:
+        raise ValueError(
+            f"a sample of the policy's distribution must be {expected} for {space}, got {got}."
+        )
+    return action
 
 
 def _describe(tree: PyTree) -> str:
     shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     return str(shapes).replace("'", "")
-
-
-def _check_distribution(distribution: Any, key: Any, batch: int, space: spaces.Space) -> None:
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        choices = space.n if isinstance(space, spaces.Discrete) else max(space.nvec)
-        logits = getattr(distribution, "logits", None)
-        if logits is not None and logits.shape[-1] != choices:
-            raise ValueError(
-                f"the policy's distribution must have {choices} choices for {space}, "
-                f"got {logits.shape[-1]} (logits {logits.shape})."
-            )
-    action: Any = jax.eval_shape(sample, distribution, key)
-    if isinstance(space, spaces.Dict):
-        expected = {name: (batch, *sub.shape) for name, sub in space.items}
-        got = jax.tree.map(lambda x: x.shape, action)
-    else:
-        expected, got = (batch, *space.shape), getattr(action, "shape", action)
-    if got != expected:
-        raise ValueError(
-            f"a sample of the policy's distribution must have shape {expected} for {space}, "
-            f"got {got}."
-        )
-    if not isinstance(space, spaces.Dict):
-        wants_float = jnp.issubdtype(space.dtype, jnp.floating)
-        if jnp.issubdtype(action.dtype, jnp.floating) != wants_float:
-            kind = "floats" if wants_float else "integers"
-            raise ValueError(
-                f"a sample of the policy's distribution must be {kind} for {space}, "
-                f"got {action.dtype}."
-            )
-    for name in ("log_prob", "entropy"):
-        arguments = (action,) if name == "log_prob" else ()
-        result = jax.eval_shape(
-            lambda d, *a, name=name: getattr(d, name)(*a), distribution, *arguments
-        )
-        if result.shape != (batch,):
-            raise ValueError(
-                f"{name} of the policy's distribution must have shape ({batch},), one number per "
-                f"row, got {result.shape}."
-            )

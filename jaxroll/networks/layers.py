@@ -1,4 +1,4 @@
-"""From observations to features: dense and convolutional layers, and which to use when."""
+"""From observations to features: dense, convolutional and recurrent layers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "softplus": jax.nn.softplus,
     "identity": lambda x: x,
 }
+CORES = ("lstm", "gru")
 LeafSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box
 MASK = "action_mask"  # the entry of a dict observation that masks actions
 
@@ -42,10 +43,9 @@ class Dense(nn.Module):
         init = nn.initializers.orthogonal(self.scale)
         kernel = self.param("kernel", init, (x.shape[-1], self.features), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-        kernel, bias = kernel.astype(self.dtype), bias.astype(self.dtype)
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        y = ACTIVATIONS[self.activation](product(rows, kernel) + bias[None])
-        return y.reshape(*x.shape[:-1], self.features)
+        y = product(rows, kernel.astype(self.dtype)) + bias.astype(self.dtype)[None]
+        return ACTIVATIONS[self.activation](y).reshape(*x.shape[:-1], self.features)
 
 
 class MLP(nn.Module):
@@ -86,18 +86,12 @@ class ConvTorso(nn.Module):
             x = jnp.moveaxis(x, 1, -1)
         side = min(x.shape[1:3])
         if side < 36:
-            x = SmallConv(16, min(3, side), dtype=self.dtype)(x)
-            return jax.nn.relu(x).reshape(x.shape[0], -1)
+            x = jax.nn.relu(SmallConv(16, min(3, side), dtype=self.dtype)(x))
+            return x.reshape(x.shape[0], -1)
+        options = {"padding": "VALID", "kernel_init": nn.initializers.orthogonal(math.sqrt(2))}
         for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.Conv(
-                features,
-                (size, size),
-                (stride, stride),
-                padding="VALID",
-                kernel_init=nn.initializers.orthogonal(math.sqrt(2)),
-                dtype=self.dtype,
-            )(x)
-            x = jax.nn.relu(x)
+            conv = nn.Conv(features, (size, size), stride, dtype=self.dtype, **options)
+            x = jax.nn.relu(conv(x))
         return x.reshape(x.shape[0], -1)
 
 
@@ -130,10 +124,9 @@ def flat_entries(space: spaces.Space, prefix: str = "") -> dict[str, LeafSpace]:
     return entries
 
 
-def has_image(space: spaces.Space) -> bool:
-    """Whether an observation, or a part of it, is an image: a Box of three axes."""
-    parts = flat_entries(space).values()
-    return any(isinstance(part, spaces.Box) and len(part.shape) == 3 for part in parts)
+def is_image(space: LeafSpace) -> bool:
+    """Whether it is a Box of three axes."""
+    return isinstance(space, spaces.Box) and len(space.shape) == 3
 
 
 def highest_byte(space: LeafSpace) -> float:
@@ -143,22 +136,24 @@ def highest_byte(space: LeafSpace) -> float:
     return float(np.clip(np.max(space.high, initial=1.0), 1.0, 255.0))
 
 
-def scaled(obs: Array, high: float, dtype: str) -> Array:
-    """Uint8 observations divided by `high`, all others as they are."""
-    x = obs.astype(dtype)
-    return x / high if obs.dtype == jnp.uint8 else x
+def scaled(x: Array, high: float, dtype: str) -> Array:
+    """Uint8 numbers divided by `high`, all others as they are."""
+    y = x.astype(dtype)
+    return y / high if x.dtype == jnp.uint8 else y
 
 
-def as_vector(space: LeafSpace, obs: Array, dtype: str) -> Array:
-    """[N, ...] → [N, features]: choices become one-hot, all else is flattened."""
+def as_vector(space: LeafSpace, x: Array, dtype: str = "float32") -> Array:
+    """[..., *shape] → [..., features]: choices become one-hot, all else is flattened."""
     match space:
         case spaces.Discrete(n=n):
-            return jax.nn.one_hot(obs, n, dtype=dtype)
+            return jax.nn.one_hot(x, n, dtype=dtype)
         case spaces.MultiDiscrete(nvec=nvec):
-            parts = [jax.nn.one_hot(obs[:, i], n, dtype=dtype) for i, n in enumerate(nvec)]
+            parts = [jax.nn.one_hot(x[..., i], n, dtype=dtype) for i, n in enumerate(nvec)]
             return jnp.concatenate(parts, axis=-1)
         case _:
-            return scaled(obs.reshape(obs.shape[0], -1), highest_byte(space), dtype)
+            batch = x.shape[: x.ndim - len(space.shape)]
+            x = x.reshape(*batch, spaces.flat_size(space))
+            return scaled(x, highest_byte(space), dtype)
 
 
 class Encoder(nn.Module):
@@ -190,8 +185,7 @@ class Encoder(nn.Module):
                     f"observation{where} must have shape [batch, *{space.shape}] for {space}, "
                     f"got {x.shape}."
                 )
-            image = isinstance(space, spaces.Box) and len(space.shape) == 3
-            if image and self.convolutional:
+            if self.convolutional and is_image(space):
                 part = ConvTorso(self.dtype, highest_byte(space))(x)
             else:
                 part = as_vector(space, x, self.dtype)
@@ -200,3 +194,65 @@ class Encoder(nn.Module):
             parts.append(part)
         x = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         return MLP(self.hidden_sizes, self.activation, self.dtype)(x)
+
+
+class Core(nn.Module):
+    """An LSTM or GRU of `size` units, whose carry restarts where an episode starts.
+
+    LSTM  i, f, o = σ(·), g = tanh(·);  c' = f c + i g;  h' = o tanh(c')
+    GRU   r, z = σ(·), n = tanh(Wₙx + r (Uₙh + bₙ));  h' = (1 − z) n + z h
+    """
+
+    kind: str
+    size: int
+    dtype: str = "float32"
+
+    def setup(self):
+        """One product with the input, one with the state, for all gates."""
+        gates = (4 if self.kind == "lstm" else 3) * self.size
+        self.input = Dense(gates, scale=1.0, dtype=self.dtype)
+        self.state = Dense(gates, scale=1.0, dtype=self.dtype)
+
+    def __call__(self, carry: PyTree, x: Array, is_first: Array) -> tuple[PyTree, Array]:
+        """(carry [B, ...], [B, in], [B]) → (carry, [B, size]), or T steps of it, [T, B, ...].
+
+        The product with the input is one for all rows; only that with the state is left to the
+        scan over time.
+        """
+        step = Core._step
+        if is_first.ndim == 2:
+            step = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
+        return step(self, carry, (self.input(x), is_first))
+
+    def _step(self, carry: PyTree, inputs: tuple[Array, Array]) -> tuple[PyTree, Array]:
+        projected, is_first = inputs
+        carry = jax.tree.map(lambda x: jnp.where(is_first[:, None], jnp.zeros_like(x), x), carry)
+        if self.kind == "gru":
+            hidden = carry
+            r, z, n = jnp.split(projected.astype(jnp.float32), 3, axis=-1)
+            hr, hz, hn = jnp.split(self.state(hidden).astype(jnp.float32), 3, axis=-1)
+            z = jax.nn.sigmoid(z + hz)
+            n = jnp.tanh(n + jax.nn.sigmoid(r + hr) * hn)
+            hidden = (1 - z) * n + z * hidden
+            return hidden, hidden
+        hidden, cell = carry
+        i, f, g, o = jnp.split((projected + self.state(hidden)).astype(jnp.float32), 4, axis=-1)
+        # The forget gate starts open: memory lasts before anything is learnt.
+        cell = jax.nn.sigmoid(f + 1) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+
+class Body(nn.Module):
+    """An encoder, and a core after it if `core` is not None: what a head sits on."""
+
+    encoder: nn.Module
+    core: Core | None = None
+
+    def __call__(self, carry: PyTree, obs: PyTree, is_first: Array) -> tuple[PyTree, Array]:
+        """One step, leaves [B, ...] → (carry, [B, features]), or T steps, [T, B, ...]."""
+        if is_first.ndim == 2:
+            obs = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), obs)
+        x = self.encoder(obs)
+        x = x.reshape(*is_first.shape, x.shape[-1])
+        return (carry, x) if self.core is None else self.core(carry, x, is_first)
