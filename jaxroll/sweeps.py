@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -50,36 +50,31 @@ class Sweep(Node):
         seeds: int | Iterable[int] = (0,),
         hyperparameters: Mapping[str, Sequence[Any]] | None = None,
     ) -> Sweep:
-        """Every combination of the hyperparameters' values, with every seed.
-
-        Args:
-          agent: a DistributedAgent with a JAX environment.
-          seeds: of the members; a number n stands for 0 … n − 1.
-          hyperparameters: name → values, for names of leaves.
-        """
+        """Every combination of the hyperparameters' values, with every seed; see `sweep`."""
         if not isinstance(agent, DistributedAgent):
-            raise TypeError(
-                f"agent must be an agent, as jaxroll.PPO.create makes one; got {agent!r}."
-            )
+            raise TypeError(f"agent must be an agent, as of jaxroll.PPO.create; got {agent!r}.")
         if agent.is_host:
             raise TypeError(
                 f"{agent.env} runs on the host, and a sweep is one program on the device. Train "
                 "the members one after the other: agent.train(n, seed=0), agent.train(n, seed=1)."
             )
-        seeds = _check_seeds(seeds)
+        given: Any = seeds if _is_list(seeds) else range(check_count("seeds", seeds))
+        numbers = [check_seed("seeds", seed) for seed in given]
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"seeds must be different numbers, got {numbers}. Use seeds=8 for 0 … 7."
+            )
         values = _check_values(agent, {} if hyperparameters is None else hyperparameters)
         grid = list(itertools.product(*values.values()))
         columns = {
-            name: np.repeat(np.asarray([point[i] for point in grid], np.float32), len(seeds))
+            name: np.repeat(np.asarray([point[i] for point in grid], np.float32), len(numbers))
             for i, name in enumerate(values)
         }
         return cls(
             agent=dataclasses.replace(agent, **columns),
-            seeds=np.tile(np.asarray(seeds, np.uint32), len(grid)),
+            seeds=np.tile(np.asarray(numbers, np.uint32), len(grid)),
             swept=tuple(values),
         )
-
-    # What tells the members apart.
 
     @property
     def members(self) -> list[dict[str, Any]]:
@@ -131,30 +126,23 @@ class Sweep(Node):
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
-    def _over_members(self, function: Any, data: PyTree) -> Any:
+    def _over_members(self, function: Callable[[Any, Any], Any], data: PyTree) -> Any:
         paths, structure = jax.tree.flatten_with_path(self.agent)
         axes = [0 if path[0].name in self.swept else None for path, _ in paths]
-        leaves = [leaf for _, leaf in paths]
 
         def one(leaves: list[Any], data: PyTree) -> Any:
             return function(jax.tree.unflatten(structure, leaves), data)
 
-        return jax.vmap(one, in_axes=(axes, 0))(leaves, data)
+        return jax.vmap(one, in_axes=(axes, 0))([leaf for _, leaf in paths], data)
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepResult:
-    """What a sweep learned.
-
-    Attributes:
-      sweep: the members; `sweep.member(i)` is an agent.
-      states: TrainState with leaves [N, ...].
-      history: one row for each logged step and member, with the members' columns.
-    """
+    """What a sweep learned."""
 
     sweep: Sweep
-    states: TrainState
-    history: History
+    states: TrainState  # leaves [N, ...]
+    history: History  # a row for each logged step and member, with the members' columns
 
     @property
     def members(self) -> list[dict[str, Any]]:
@@ -219,10 +207,11 @@ def sweep(
     """Train N seeds, or a grid of hyperparameters, in one compiled program.
 
     Args:
-      agent: a DistributedAgent; its hyperparameters are those of every member.
+      agent: with a JAX environment; its hyperparameters are those of every member.
       num_train_steps: environment steps of each member.
       seeds: of the members; a number n stands for 0 … n − 1.
-      hyperparameters: name → values; every combination is a member, with every seed.
+      hyperparameters: name → values, for names of leaves; every combination is a member, with
+        every seed.
       nonfinite: as in `jaxroll.train.train`; one member's bad gradient does not stop the others.
       **options: of `jaxroll.train.train`: log_interval, eval_interval, checkpoint_dir, progress, …
 
@@ -244,20 +233,11 @@ def _shown(value: Any) -> float | None:
     return float(str(value)) if np.isfinite(value) else None
 
 
-def _check_seeds(seeds: int | Iterable[int]) -> list[int]:
-    is_many = np.iterable(seeds) and not isinstance(seeds, str | bytes)
-    given: Any = seeds if is_many else range(check_count("seeds", seeds))
-    numbers = [check_seed("seeds", seed) for seed in given]
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"seeds must be one or more different numbers, got {numbers}. Use seeds=8 for 0 … 7."
-        )
-    return numbers
+def _is_list(values: Any) -> bool:
+    return np.iterable(values) and not isinstance(values, str | bytes)
 
 
-def _check_values(
-    agent: DistributedAgent, given: Mapping[str, Sequence[Any]]
-) -> dict[str, list[Any]]:
+def _check_values(agent: DistributedAgent, given: Any) -> dict[str, list[Any]]:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"hyperparameters must map names to lists of values, got {given!r}. Use "
@@ -273,8 +253,7 @@ def _check_values(
                 f"{name} selects another program, so it cannot differ within a sweep. Sweep over "
                 f"leaves ({', '.join(leaves)}), or make a sweep for each value of {name}."
             )
-        is_list = np.iterable(values) and not isinstance(values, str | bytes) and len(values)
-        if not is_list or any(np.iterable(value) for value in values):
+        if not _is_list(values) or not len(values) or any(map(np.iterable, values)):
             raise ValueError(
                 f"a sweep needs a list of single values for {name}, got {values!r}. Use "
                 f"hyperparameters={{{name!r}: [a, b]}}."

@@ -19,27 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxroll.checks import check_count, check_path
+from jaxroll.train import step_files
 from jaxroll.train.files import replace_file
 from jaxroll.train.step_files import (
-    DELETING,
-    REPLACED,
-    RUN_ID,
-    STEP_NAME,
-    TAGS,
-    WRITING,
     CheckpointError,
     DamagedError,
-    MismatchError as MismatchError,
+    MismatchError as MismatchError,  # for importers of this module
     NoCheckpointError,
-    Snapshot,
     find,
-    read,
-    read_manifest,
-    run_in,
-    take_snapshot,
-    together,
-    verify,
-    write_step,
 )
 from jaxroll.types import PyTree
 
@@ -135,11 +122,11 @@ class Checkpointer:
             raise ValueError(f"step must be in [0, 10**18), got {step}")
         self.wait()
         scores = {name: float(value) for name, value in (metrics or {}).items()}
-        snapshot = take_snapshot(state, {} if config is None else config, step, scores)
+        snapshot = step_files.take_snapshot(state, {} if config is None else config, step, scores)
         _UNDER_WAY.add(self)
         # No daemon: a program that ends waits for it.
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, next(TAGS)), name=f"save-{step}"
+            target=self._write, args=(snapshot, next(step_files.TAGS)), name=f"save-{step}"
         )
         self._thread.start()
 
@@ -172,11 +159,11 @@ class Checkpointer:
             warnings.warn(f"{error}. The program goes on.", CheckpointWarning, stacklevel=2)
         return not new
 
-    def _write(self, snapshot: Snapshot, tag: str) -> None:
+    def _write(self, snapshot: step_files.Snapshot, tag: str) -> None:
         step = snapshot.manifest["step"]
         for attempt in range(self._retries + 1):
             try:
-                write_step(self._path(step), snapshot, f"{tag}/{attempt}", self._own_run)
+                step_files.write_step(self._path(step), snapshot, f"{tag}/{attempt}", self._own_run)
                 break
             except CheckpointError as error:
                 if attempt == self._retries:
@@ -185,38 +172,40 @@ class Checkpointer:
                 time.sleep(self._retry_seconds * 2**attempt)
         self._damaged.discard(step)
         try:
-            together(f"{tag}/prune", lambda: self._prune(step), primary_only=True)
+            step_files.together(f"{tag}/prune", lambda: self._prune(step), primary_only=True)
         except (OSError, CheckpointError) as error:
             self.errors.append(CheckpointError(f"could not delete old steps: {error}"))
 
     def _own_run(self) -> str:
         """The name of the run whose steps are here; written down with the first."""
-        path = self.directory / RUN_ID
+        path = self.directory / step_files.RUN_ID
         if self._run and not path.exists():
             text = f"{self.directory} was deleted while it was in use: the steps in it are lost"
             self.errors.append(CheckpointError(text))
         if not self._run:
-            steps = self.steps()
-            last: str = read_manifest(find(self._path(steps[-1])))["run"] if steps else ""
-            self._run = run_in(self.directory) or last or uuid.uuid4().hex
+            runs = [body["run"] for body in _intact(self._manifests()).values()]
+            known = step_files.run_in(self.directory) or "".join(runs[-1:])
+            self._run = known or uuid.uuid4().hex
         if not path.exists():
             replace_file(path, f"{self._run}\n".encode())
         return self._run
 
     def _prune(self, just_saved: int) -> None:
         """Delete what need not stay. The successor is complete, so a kill loses nothing."""
-        good = {step: x for step, x in self._scores().items() if step not in self._damaged}
-        keep = {just_saved, *list(good)[-self._keep_latest :]}
-        keep.update(_best(good)[: self._keep_best])
         for path in list(self.directory.iterdir()):
-            step, ending = self.directory / path.stem, path.suffix
-            if not STEP_NAME.fullmatch(step.name):
-                continue
-            if ending == "" and int(step.name) not in keep and _may_be_deleted(step):
-                # Renamed first, so that no half of a step ever has its name.
-                shutil.rmtree(path.rename(step.with_name(step.name + DELETING)))
-            elif ending in (DELETING, WRITING) or (ending == REPLACED and step.exists()):
+            is_unfinished = path.suffix in (step_files.WRITING, step_files.DELETING)
+            is_replaced = path.suffix == step_files.REPLACED and path.with_suffix("").exists()
+            if (is_unfinished or is_replaced) and step_files.STEP_NAME.fullmatch(path.stem):
                 shutil.rmtree(path)
+        manifests = self._manifests()
+        good = {step: x for step, x in _intact(manifests).items() if step not in self._damaged}
+        keep = {just_saved, *list(good)[-self._keep_latest :], *self._best(good)[: self._keep_best]}
+        for step, found in manifests.items():
+            # What is another run's, in another format, or may not be read, is not ours to delete.
+            if step not in keep and isinstance(found, dict | DamagedError | NoCheckpointError):
+                # Renamed first, so that no half of a step ever has its name.
+                path = self._path(step)
+                shutil.rmtree(find(path).rename(path.with_suffix(step_files.DELETING)))
 
     # Reading.
 
@@ -224,12 +213,12 @@ class Checkpointer:
         """The steps whose directory is there, damaged or not."""
         if not self.directory.is_dir():
             return []
-        names = {path.name.removesuffix(REPLACED) for path in self.directory.iterdir()}
-        return sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
+        names = {path.name.removesuffix(step_files.REPLACED) for path in self.directory.iterdir()}
+        return sorted(int(name) for name in names if step_files.STEP_NAME.fullmatch(name))
 
     def steps(self) -> list[int]:
         """The steps whose manifest is right, oldest first; their files are verified on restore."""
-        return list(self._scores())
+        return list(_intact(self._manifests()))
 
     def latest_step(self) -> int | None:
         """The newest step, or None."""
@@ -237,7 +226,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best `metrics[best_key]` (the later one of equals), or None."""
-        return next(iter(_best(self._scores())), None)
+        return next(iter(self._best(_intact(self._manifests()))), None)
 
     def restore(
         self,
@@ -261,8 +250,8 @@ class Checkpointer:
             all); it goes before the shardings of `like`, and need not be what was saved with.
         """
         self.wait()
-        tag = f"{next(TAGS)}/choose"
-        chosen, damage = together(tag, lambda: self._choose(step), primary_only=True)
+        tag = f"{next(step_files.TAGS)}/choose"
+        chosen, damage = step_files.together(tag, lambda: self._choose(step), primary_only=True)
         for number, problem in damage:
             self._damaged.add(number)
             warnings.warn(
@@ -271,7 +260,7 @@ class Checkpointer:
                 stacklevel=2,
             )
         path = find(self._path(chosen))
-        state, body = read(path, like, subtree=subtree, shardings=shardings)
+        state, body = step_files.read(path, like, subtree=subtree, shardings=shardings)
         metadata = {k: v for k, v in body.items() if k not in ("leaves", "files", "shards")}
         return Restored(chosen, state, metadata)
 
@@ -280,7 +269,7 @@ class Checkpointer:
         damage: list[tuple[int, str]] = []
         for number in reversed(self.numbers()) if step is None else [step]:
             try:
-                verify(find(self._path(number)))
+                step_files.verify(find(self._path(number)))
             except (DamagedError, NoCheckpointError) as error:
                 if step is not None:
                     raise
@@ -295,31 +284,25 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.directory / f"{step:010d}"
 
-    def _scores(self) -> dict[int, float]:
-        """Every step with a right manifest, oldest first, with its `best_key` metric or NaN."""
-        scores: dict[int, float] = {}
+    def _manifests(self) -> dict[int, dict[str, Any] | CheckpointError]:
+        """By step, oldest first: its manifest, or what is wrong with it."""
+        manifests: dict[int, dict[str, Any] | CheckpointError] = {}
         for number in self.numbers():
             try:
-                score = read_manifest(find(self._path(number)))["metrics"].get(self._best_key)
-            except CheckpointError:
-                continue
-            scores[number] = score if isinstance(score, float) else math.nan
-        return scores
+                manifests[number] = step_files.read_manifest(find(self._path(number)))
+            except CheckpointError as error:
+                manifests[number] = error
+        return manifests
+
+    def _best(self, manifests: dict[int, dict[str, Any]]) -> list[int]:
+        """Steps from best to worst, without those that have no score."""
+        scores = {step: body["metrics"].get(self._best_key) for step, body in manifests.items()}
+        rated = [n for n, x in scores.items() if isinstance(x, float) and not math.isnan(x)]
+        return sorted(rated, key=lambda step: (scores[step], step), reverse=True)
 
 
-def _best(scores: dict[int, float]) -> list[int]:
-    """Steps from best to worst, without those that have no score."""
-    rated = [step for step, score in scores.items() if not math.isnan(score)]
-    return sorted(rated, key=lambda step: (scores[step], step), reverse=True)
-
-
-def _may_be_deleted(path: Path) -> bool:
-    """Not if a step is another run's, in another format, or may not be read."""
-    try:
-        read_manifest(path)
-    except CheckpointError as error:
-        return isinstance(error, DamagedError | NoCheckpointError)
-    return True
+def _intact(manifests: dict[int, dict[str, Any] | CheckpointError]) -> dict[int, dict[str, Any]]:
+    return {step: found for step, found in manifests.items() if isinstance(found, dict)}
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -12,19 +13,10 @@ import numpy as np
 
 from jaxroll.agents.states import check_state
 from jaxroll.checks import check_flag, check_path
+from jaxroll.train import step_files
 from jaxroll.train.checkpoint import Checkpointer
 from jaxroll.train.programs import make_program
-from jaxroll.train.step_files import (
-    MANIFEST,
-    TAGS,
-    NoCheckpointError,
-    find,
-    read,
-    take_snapshot,
-    together,
-    verify,
-    write_step,
-)
+from jaxroll.train.step_files import MANIFEST, TAGS, NoCheckpointError, find
 from jaxroll.types import PyTree
 
 BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
@@ -32,25 +24,20 @@ BEST_KEY = "eval_episode_return"  # what says how good a checkpoint is
 
 def describe(agent: Any) -> dict[str, Any]:
     """The agent's name, environment and hyperparameters, as JSON can hold them."""
-    values = {}
-    for name in agent.hyperparameters():
-        value = getattr(agent, name)
-        if hasattr(value, "tolist"):
+    values = {name: getattr(agent, name) for name in agent.hyperparameters()}
+    for name, value in values.items():
+        if isinstance(value, np.generic | np.ndarray | jax.Array):
             value = np.asarray(value).tolist()
-        if isinstance(value, float) and math.isinf(value):
-            value = None
-        values[name] = list(value) if isinstance(value, tuple) else value
+        is_infinite = isinstance(value, float) and math.isinf(value)
+        values[name] = None if is_infinite else list(value) if isinstance(value, tuple) else value
     _, options = getattr(agent.env, "arguments", None) or ("", {})
+    plain = bool | int | float | str | None
     return {
         "agent": agent.name,
         "env": agent.env_name,
-        "env_options": {name: _as_text(value) for name, value in options.items()},
+        "env_options": {k: v if isinstance(v, plain) else repr(v) for k, v in options.items()},
         "hyperparameters": values,
     }
-
-
-def _as_text(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
 def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -> None:
@@ -62,14 +49,11 @@ def save(agent: Any, state: Any, path: str | Path, *, overwrite: bool = False) -
 def load(agent: Any, path: str | Path) -> Any:
     """The state that `save`, or a run, wrote; another architecture is an error that says where."""
     source = _checkpoints_in(check_path("path", path))
-    if not agent.is_host:
-        like = jax.eval_shape(agent.init, jax.random.key(0))
-    else:
-        program = make_program(agent, None, "fast")
-        try:
+    if agent.is_host:
+        with contextlib.closing(make_program(agent, None, "fast")) as program:
             like = program.init(0)
-        finally:
-            program.close()
+    else:
+        like = jax.eval_shape(agent.init, jax.random.key(0))
     return load_pytree(source, like, subtree="state")[0]
 
 
@@ -137,9 +121,8 @@ def save_pytree(
       >>> load_pytree(path, {"w": np.zeros(3, int)})
       ({'w': array([0, 1, 2])}, {'network': 'mlp'})
     """
-    path = check_path("path", path)
+    path, tag = check_path("path", path), next(TAGS)
     check_flag("overwrite", overwrite)
-    tag = next(TAGS)
 
     def check() -> None:
         if path.exists() and not overwrite:
@@ -147,8 +130,9 @@ def save_pytree(
         if path.exists() and not (path / MANIFEST).is_file():
             raise FileExistsError(f"{path} is no checkpoint, so it is not overwritten. Remove it.")
 
-    together(f"{tag}/check", check, primary_only=True)
-    write_step(path, take_snapshot(tree, {} if metadata is None else metadata), tag)
+    step_files.together(f"{tag}/check", check, primary_only=True)
+    snapshot = step_files.take_snapshot(tree, {} if metadata is None else metadata)
+    step_files.write_step(path, snapshot, tag)
 
 
 def load_pytree(
@@ -170,6 +154,6 @@ def load_pytree(
     if not (path / MANIFEST).is_file() and (run := Checkpointer(path)).numbers():
         restored = run.restore(like, subtree=subtree, shardings=shardings)
         return restored.state, restored.metadata["config"]
-    together(next(TAGS), lambda: verify(path), primary_only=True)
-    tree, body = read(path, like, subtree=subtree, shardings=shardings)
+    step_files.together(next(TAGS), lambda: step_files.verify(path), primary_only=True)
+    tree, body = step_files.read(path, like, subtree=subtree, shardings=shardings)
     return tree, body["config"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import itertools
 import json
@@ -27,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxroll._version import __version__
 from jaxroll.train.files import replace_file
+from jaxroll.train.leaves import Shard, copy_shards, differences, named_leaves, restore
 from jaxroll.types import PyTree
 
 MANIFEST = "manifest.json"
@@ -42,10 +41,7 @@ WRITING, DELETING, REPLACED = ".writing", ".deleting", ".replaced"
 FORMAT_VERSION = 3
 TAGS = map(str, itertools.count())  # names for `together`, the same on all processes
 TIMEOUT_SECONDS = 600  # for the slowest process
-_SCALARS = (bool, int, float, complex)
 _SHOWN = 8  # mismatches named in full before "and n more"
-
-Shard = tuple[str, list[int], np.ndarray]  # of which leaf, its first index there, its values
 
 
 class CheckpointError(Exception):
@@ -78,7 +74,7 @@ def take_snapshot(
     tree: PyTree, config: dict[str, Any], step: int = 0, metrics: dict[str, float] | None = None
 ) -> Snapshot:
     """Copy the leaves, since they may be donated next, and describe them."""
-    leaves = _named_leaves(tree)
+    leaves = named_leaves(tree)
     manifest = {
         "format_version": FORMAT_VERSION,
         "jaxroll_version": __version__,
@@ -86,20 +82,9 @@ def take_snapshot(
         "step": step,
         "config": as_json("config", config),
         "metrics": metrics or {},
-        "leaves": {name: _describe(name, leaf) for name, leaf in leaves.items()},
+        "leaves": {name: leaf.described for name, leaf in leaves.items()},
     }
-    leaves = {n: jax.random.key_data(x) if _is_key(x) else x for n, x in leaves.items()}
-    for x in leaves.values():  # all transfers under way before the first is waited for
-        if isinstance(x, jax.Array) and x.is_fully_addressable:
-            x.copy_to_host_async()
-    shards: list[Shard] = []
-    for name, x in leaves.items():
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            own = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-            shards += [(name, [s.start or 0 for s in o.index], np.array(o.data)) for o in own]
-        elif jax.process_index() == 0:
-            shards.append((name, [0] * np.ndim(x), np.array(x)))
-    return Snapshot([shard for shard in shards if shard[2].size], manifest)
+    return Snapshot(copy_shards(leaves), manifest)
 
 
 def as_json(name: str, value: Any) -> Any:
@@ -235,121 +220,12 @@ def read(
     """
     body = read_manifest(directory)
     prefix = f"{subtree.strip('/')}/".lstrip("/")
-    saved = {n.removeprefix(prefix): x for n, x in body["leaves"].items() if n.startswith(prefix)}
+    saved = {name: x for name, x in body["leaves"].items() if name.startswith(prefix)}
     if prefix and not saved:
         tops = sorted({name.rpartition("/")[0] for name in body["leaves"]})
         raise MismatchError(f"{directory} has no subtree {subtree!r}; there are {tops[:20]}")
-    leaves = _named_leaves(like)
-    _check_leaves(directory, saved, leaves)
-    forms = {prefix + name: _stored_form(leaf) for name, leaf in leaves.items()}
-    with _reading(directory):
-        shards = _map_shards(directory, body, forms)
-    given = [None] * len(leaves)
-    if shardings is not None:
-        given = jax.tree.leaves(jax.tree.broadcast(shardings, like))
-
-    def restore(leaf: Any, sharding: Any, name: str) -> Any:
-        form, where = forms[name], _target(leaf, sharding)
-        part = functools.partial(_assemble, shards[name], form)
-        if where is not None:
-            data: Any = jax.make_array_from_callback(form.shape, where, part, dtype=form.dtype)
-        else:
-            data = part((slice(None),) * len(form.shape))
-        if isinstance(leaf, np.ndarray | np.generic):
-            return data if isinstance(leaf, np.ndarray) else data[()]
-        if isinstance(leaf, _SCALARS):
-            return type(leaf)(data.item())
-        data = jax.device_put(data) if where is None else data
-        return jax.random.wrap_key_data(data, impl=leaf.dtype) if _is_key(leaf) else data
-
-    restored = map(restore, leaves.values(), given, forms)
-    return jax.tree.unflatten(jax.tree.structure(like), restored), body
-
-
-def _map_shards(
-    directory: Path, body: dict[str, Any], forms: dict[str, Any]
-) -> dict[str, list[Shard]]:
-    """The shards of each leaf, mapped and not yet read; they fill it, as far as sizes tell."""
-    shards: dict[str, list[Shard]] = {name: [] for name in forms}
-    for leaf, file, offset, size, start, shape in body["shards"]:
-        if leaf in forms and file in body["files"]:
-            data = np.memmap(directory / file, np.uint8, "r", offset, (size,))
-            values = data.view(forms[leaf].dtype).reshape(shape)
-            shards[leaf].append((leaf, [operator.index(i) for i in start], values))
-    for name, form in forms.items():
-        is_inside = [
-            all(i >= 0 and i + n <= m for i, n, m in zip(start, x.shape, form.shape, strict=True))
-            for _, start, x in shards[name]
-        ]
-        sizes = [x.size for _, _, x in shards[name]]
-        if not all(is_inside) or sum(sizes) != math.prod(form.shape):
-            raise ValueError(f"{name} is not what its manifest says")
-    return shards
-
-
-def _assemble(shards: list[Shard], form: Any, index: Any) -> np.ndarray:
-    """One part of a leaf, copied from all shards that it overlaps."""
-    bounds = [s.indices(size)[:2] for s, size in zip(index, form.shape)]
-    part = np.zeros([end - begin for begin, end in bounds], form.dtype)
-    for _, start, values in shards:
-        into, out_of = [], []
-        for (begin, end), first, size in zip(bounds, start, values.shape):
-            low = max(begin, first)
-            high = max(low, min(end, first + size))
-            into.append(slice(low - begin, high - begin))
-            out_of.append(slice(low - first, high - first))
-        part[tuple(into)] = values[tuple(out_of)]
-    return part
-
-
-# Leaves.
-
-
-def _named_leaves(tree: PyTree) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in leaves:
-            raise ValueError(f"two leaves have the path {name!r}; rename a key, as without its '/'")
-        leaves[name] = leaf
-    return leaves
-
-
-def _is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _describe(name: str, leaf: Any) -> str:
-    """Dtype and shape, like float32[4, 64]; a typed key has a dtype like key<fry>."""
-    leaf = np.asarray(leaf) if isinstance(leaf, _SCALARS) else leaf
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(
-            f"leaves must be arrays, typed keys or Python numbers, got {type(leaf).__name__} "
-            f"at {name!r}. Put it into the config, or make it a static field."
-        )
-    dtype = leaf.dtype if _is_key(leaf) else np.dtype(leaf.dtype)
-    if isinstance(dtype, np.dtype) and (
-        dtype.kind in "OSUMm" or dtype.fields or not dtype.isnative
-    ):
-        raise TypeError(f"cannot store dtype {dtype} at {name!r}. Cast it to a plain number type.")
-    return f"{dtype.name}{list(leaf.shape)}"
-
-
-def _check_leaves(directory: Path, saved: dict[str, str], leaves: dict[str, Any]) -> None:
-    expected = {name: _describe(name, leaf) for name, leaf in leaves.items()}
-    problems = [
-        f"{name}: saved {saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
-        for name in expected | saved
-        if saved.get(name) != expected.get(name)
-    ]
-    problems += [
-        f"{name}: {leaf.dtype} needs jax.config.update('jax_enable_x64', True), or a numpy template"
-        for name, leaf in leaves.items()
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not _is_key(leaf)
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-    ]
-    if problems:
+    leaves = {prefix + name: leaf for name, leaf in named_leaves(like).items()}
+    if problems := differences(saved, leaves):
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         listed = "\n".join(f"  {line}" for line in problems[:_SHOWN] + more)
         raise MismatchError(
@@ -357,26 +233,23 @@ def _check_leaves(directory: Path, saved: dict[str, str], leaves: dict[str, Any]
             "Restore into a tree of the same architecture; the config that it was saved with "
             f"is in its {MANIFEST}."
         )
-
-
-def _stored_form(leaf: Any) -> Any:
-    """Shape and dtype of a leaf as stored: a typed key's are those of its key data."""
-    if _is_key(leaf):
-        return jax.eval_shape(jax.random.key_data, leaf)
-    return np.asarray(leaf) if isinstance(leaf, _SCALARS) else leaf
-
-
-def _target(leaf: Any, sharding: Any) -> jax.sharding.Sharding | None:
-    """Where a leaf's data goes; None: to the host, or uncommitted to the default device."""
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return None  # numpy and Python numbers stay on the host
-    where: Any = sharding
-    if where is None and getattr(leaf, "committed", True):
-        where = getattr(leaf, "sharding", None)
-    # A key's data has a trailing axis that its sharding does not name: it stays whole.
-    if _is_key(leaf) and where is not None and isinstance(where, jax.NamedSharding):
-        where = jax.NamedSharding(where.mesh, jax.P(*tuple(where.spec)[: len(leaf.shape)]))
-    return where
+    shards: dict[str, list[Shard]] = {name: [] for name in leaves}
+    with _reading(directory):
+        for name, file, offset, size, start, shape in body["shards"]:
+            if name in leaves and file in body["files"]:
+                data = np.memmap(directory / file, np.uint8, "r", offset, (size,))  # not read yet
+                values = data.view(leaves[name].dtype).reshape(shape)
+                shards[name].append(Shard(name, [operator.index(i) for i in start], values))
+        for name, leaf in leaves.items():
+            ends = [np.add(shard.start, shard.values.shape) for shard in shards[name]]
+            is_full = sum(shard.values.size for shard in shards[name]) == math.prod(leaf.shape)
+            if not is_full or any((end > leaf.shape).any() for end in ends):
+                raise ValueError(f"{name} is not what its manifest says")
+    given = [None] * len(leaves)
+    if shardings is not None:
+        given = jax.tree.leaves(jax.tree.broadcast(shardings, like))
+    restored = map(restore, leaves.values(), shards.values(), given)
+    return jax.tree.unflatten(jax.tree.structure(like), restored), body
 
 
 # Files and processes.

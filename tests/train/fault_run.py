@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from jaxroll import A2C, DAAC, IMPALA, PPO, make_env
-from jaxroll.train import checkpoint, run, signals
+from jaxroll.train import run, signals, step_files
 from jaxroll.train.checkpoint import CheckpointWarning
 from jaxroll.train.files import LogWarning
 
@@ -60,7 +60,7 @@ def main(directory, agent, steps):
     for category in (CheckpointWarning, LogWarning):
         warnings.simplefilter("error", category)  # a kill is no damage
     run.Run._begin = hold("compiling", run.Run._begin)
-    checkpoint.write_step = hold("saving", checkpoint.write_step)
+    step_files.write_step = hold("saving", step_files.write_step)
     if "BOUND" in os.environ:
         signals.BOUND = float(os.environ["BOUND"])
     _, history = AGENTS[agent]().train(

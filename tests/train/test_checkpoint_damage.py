@@ -273,7 +273,7 @@ def test_array_larger_than_the_manifest_says_is_refused_before_it_is_read(run, m
     with Checkpointer(run) as checkpointer:
         checkpointer.save(40, {"w": np.zeros(1 << 20, np.float32)})
     rewrite(run / "0000000040", lambda body: body["leaves"].update(w="float32[3]"))
-    monkeypatch.setattr(step_files, "_assemble", lambda *a, **k: pytest.fail("was read"))
+    monkeypatch.setattr(step_files, "restore", lambda *a, **k: pytest.fail("was read"))
     with pytest.raises(DamagedError, match="w is not what its manifest says"):
         checkpointer.restore({"w": np.zeros(3, np.float32)}, step=40)
 

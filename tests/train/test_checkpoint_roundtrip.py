@@ -204,7 +204,7 @@ def test_leaf_in_several_shards_is_put_together_for_any_mesh(tmp_path):
     template = jax.ShapeDtypeStruct(x.shape, x.dtype)
     snapshot = step_files.take_snapshot({"x": x}, {})
     corners = [(0, 3, 0, 4), (0, 3, 4, 6), (3, 8, 0, 1), (3, 8, 1, 6)]
-    shards = [("x", [top, left], x[top:end, left:right]) for top, end, left, right in corners]
+    shards = [step_files.Shard("x", [a, c], x[a:b, c:d]) for a, b, c, d in corners]
     step_files.write_step(tmp_path / "x", snapshot._replace(shards=shards), "shards")
     assert bits(load_pytree(tmp_path / "x", {"x": x * 0})[0]) == bits({"x": x})
     for shape, spec in (((8,), jax.P("a")), ((2,), jax.P(None, "a")), ((4, 2), jax.P("a", "b"))):
