@@ -13,7 +13,7 @@ import jaxroll
 
 PACKAGE = pathlib.Path(jaxroll.__file__).parent
 TIERS = [
-    {"_version", "checks"},
+    {"_version", "_lazy", "checks"},
     {"types", "spaces"},
     {"sums", "counts", "varying"},
     {
@@ -90,10 +90,17 @@ def test_imports_are_found():
     assert found >= {"estimators", "storages", "types"}
 
 
-@pytest.mark.parametrize("name", sorted(jaxroll._MODULE_OF))
-def test_every_public_name_resolves(name):
-    assert getattr(jaxroll, name) is not None
-    assert name in dir(jaxroll)
+@pytest.mark.parametrize("package", ["jaxroll", "jaxroll.train"])
+def test_every_name_of_the_stub_resolves(package):
+    module = importlib.import_module(package)
+    stub = pathlib.Path(module.__file__).with_suffix(".pyi").read_text()
+    names = re.findall(r"(\w+) as (\w+)", stub)
+    assert len(names) > 10
+    for name, alias in names:
+        assert name == alias
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+    assert set(module.__all__) <= dict(names).keys()
 
 
 @pytest.mark.parametrize(
