@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -41,19 +42,12 @@ class Metric(Node, abc.ABC):
     """
 
     @abc.abstractmethod
-    def result(self) -> np.ndarray:
-        """The number, from leaves on the host; NaN where nothing was measured."""
-
-    def merge(self, other: Self) -> Self:
-        """What both measured, `other` after this one; also written `+`."""
-        return jax.tree.map(jnp.add, self, other)
-
-    def is_missing(self) -> bool:
-        """Whether nothing was measured; `compute` then leaves the metric out."""
-        return False
+    def result(self) -> np.ndarray | None:
+        """The number, from leaves on the host; None: nothing was measured."""
 
     def __add__(self, other: Self) -> Self:
-        return self.merge(other)
+        """What both measured, `other` after this one."""
+        return jax.tree.map(jnp.add, self, other)
 
 
 class Mean(Metric):
@@ -86,14 +80,12 @@ class Mean(Metric):
             )
         return cls(jnp.sum(jnp.where(w == 0, 0.0, values * w)), jnp.sum(w))
 
-    def result(self) -> np.ndarray:
-        """The quotient; NaN where the weight is 0."""
+    def result(self) -> np.ndarray | None:
+        """The quotient; None, or NaN in an array, where the weight is 0."""
         total, weight = np.asarray(self.total, np.float64), np.asarray(self.weight, np.float64)
-        return np.divide(total, weight, out=np.full(np.shape(total), np.nan), where=weight != 0)
-
-    def is_missing(self) -> bool:
-        """Whether the weight is 0; a mean that really is NaN stays visible."""
-        return not np.any(self.weight)
+        if not weight.ndim and weight == 0:  # a mean that really is NaN stays visible
+            return None
+        return np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight != 0)
 
 
 class Last(Mean):
@@ -104,7 +96,7 @@ class Last(Mean):
       {'learning_rate': 2.0}
     """
 
-    def merge(self, other: Any) -> Self:
+    def __add__(self, other: Any) -> Self:
         """The other, unless it measured nothing."""
         newer = other.weight > 0
         return jax.tree.map(lambda old, new: jnp.where(newer, new, old), self, other)
@@ -149,7 +141,7 @@ def merge(first: Metrics, second: Metrics) -> dict[str, Any]:
             "Start the other from zeros_like(metrics)."
         )
     first, second = as_metrics(first), as_metrics(second)
-    return jax.tree.map(lambda x, y: x.merge(y), first, second, is_leaf=_is_metric)
+    return jax.tree.map(operator.add, first, second, is_leaf=_is_metric)
 
 
 def zeros_like(metrics: PyTree) -> Any:
@@ -182,11 +174,9 @@ def compute(metrics: Metrics) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for path, value in jax.tree.leaves_with_path(jax.device_get(metrics), is_leaf=_is_metric):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        number = np.asarray(value.result() if _is_metric(value) else value)
-        if number.ndim:
-            numbers[name] = number
-        elif not (_is_metric(value) and value.is_missing()):
-            numbers[name] = number.item()
+        number = value.result() if _is_metric(value) else value
+        if number is not None:
+            numbers[name] = number if np.ndim(number) else np.asarray(number).item()
     return numbers
 
 

@@ -143,7 +143,7 @@ class Progress:
         now = self._clock()
         if self.current_status is not None:
             held = self._held.get(self.current_status, 0.0) + now - self._status_since
-            self._held[self.current_status] = held
+            self._held = {**self._held, self.current_status: held}  # a new one, as above
         self.current_status, self._status_since = text, now
         self._view.changed()
 
