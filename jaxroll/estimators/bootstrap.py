@@ -41,6 +41,10 @@ class Steps(NamedTuple):
             self.values.dtype
         )
 
+    def where_valid(self, x: jax.Array, other: Array | float = 0) -> jax.Array:
+        """x, and `other` where a row is not valid."""
+        return x if self.valid is None else jnp.where(self.valid, x, other)
+
     def number(
         self, name: str, x: Array | float, rule: str = "in [0, 1]", *, finite: bool = True
     ) -> jax.Array:
@@ -131,8 +135,7 @@ def next_values(steps: Steps) -> tuple[jax.Array, jax.Array]:
 
 def td_errors(steps: Steps, discount: Array, next_values: Array) -> jax.Array:
     """δₜ = rₜ + γ vₜ₊₁ − vₜ, [T, B]; 0 where a row is not valid."""
-    errors = steps.rewards + discount * next_values - steps.values
-    return errors if steps.valid is None else jnp.where(steps.valid, errors, 0)
+    return steps.where_valid(steps.rewards + discount * next_values - steps.values)
 
 
 def shift(x: Array, last: Array) -> jax.Array:

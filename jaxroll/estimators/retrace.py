@@ -8,7 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxroll.estimators.bootstrap import check_steps, discounted_cumsum, next_values, shift
+from jaxroll.estimators.bootstrap import (
+    check_steps,
+    discounted_cumsum,
+    next_values,
+    shift,
+    td_errors,
+)
 from jaxroll.types import Array
 
 
@@ -32,14 +38,10 @@ def retrace(
 
     Args:
       log_rhos: [T, B] log π(aₜ) − log μ(aₜ).
-      rewards: [T, B].
       q_values: [T, B] Q of the action that was taken.
       expected_values: [T, B] Vₜ, the learner's mean of Q over actions; its dtype is the result's.
       last_values: [B] the same of the observation after the last step.
-      terminated: [T, B] the successor is worth 0.
-      truncated: [T, B] or None.
-      bootstrap_values: [T, B] V(final observation), read only where truncated.
-      discount: γ, a scalar or [T, B].
+      rewards, terminated, truncated, bootstrap_values, discount: as in `jaxroll.gae`.
       trace_lambda: λ, a scalar or [T, B]; λₜ weighs what follows step t.
       valid: [T, B] False where a row is not experience: its return is its Q, and a row before
         it that has not ended bootstraps from its expected value.
@@ -61,10 +63,8 @@ def retrace(
     decay = discount * steps.number("trace_lambda", trace_lambda)
 
     following, continues = next_values(steps)
-    errors = steps.rewards + discount * following - q_values
-    if steps.valid is not None:
-        errors = jnp.where(steps.valid, errors, 0)
-        log_rhos = jnp.where(steps.valid, log_rhos, 0)
+    errors = td_errors(steps._replace(values=q_values), discount, following)
+    log_rhos = steps.where_valid(log_rhos)
     ratios = jnp.exp(jnp.minimum(log_rhos, 0))
     decay = decay * shift(ratios, jnp.zeros_like(ratios[-1]))
     return q_values + discounted_cumsum(errors, decay, continues)

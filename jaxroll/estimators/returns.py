@@ -33,13 +33,8 @@ def n_step_returns(
     V(final observation), 0 or `last_values`.
 
     Args:
-      rewards: [T, B].
-      values: [T, B] V(obs[t]).
-      last_values: [B] value of the observation after the last step.
-      terminated: [T, B] the successor is worth 0.
-      truncated: [T, B] or None.
-      bootstrap_values: [T, B] V(final observation), read only where truncated.
-      discount: γ, a scalar or [T, B].
+      rewards, values, last_values, terminated, truncated, bootstrap_values, discount: as in
+        `jaxroll.gae`.
       n: how many rewards, at least 1; static.
       valid: [T, B] False where a row is not experience: its return is its value.
 
@@ -59,8 +54,7 @@ def n_step_returns(
     following, continues = next_values(steps)
     continues = continues.at[-1].set(False)  # last_values is in `following`
     one_step = steps.rewards + discount * jnp.where(continues, 0, following)
-    if steps.valid is not None:
-        one_step = jnp.where(steps.valid, one_step, steps.values)
+    one_step = steps.where_valid(one_step, steps.values)
     if n >= one_step.shape[0]:
         return discounted_cumsum(one_step, discount, continues)
 
@@ -98,12 +92,8 @@ def discounted_returns(
     with `last_values` after the last step (zeros: only what was collected counts).
 
     Args:
-      rewards: [T, B].
+      rewards, terminated, truncated, bootstrap_values, discount: as in `jaxroll.gae`.
       last_values: [B] value of the observation after the last step; its dtype is the result's.
-      terminated: [T, B] nothing comes after this step.
-      truncated: [T, B] or None.
-      bootstrap_values: [T, B] V(final observation), read only where truncated.
-      discount: γ, a scalar or [T, B].
       valid: [T, B] False where a row is not experience. Without values to bootstrap from, such
         a row is skipped, as if it were not there; its own return is 0.
 

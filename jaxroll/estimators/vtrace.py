@@ -44,13 +44,8 @@ def vtrace(
 
     Args:
       log_rhos: [T, B] log π(aₜ) − log μ(aₜ), the learner's policy over the actor's.
-      rewards: [T, B].
-      values: [T, B] V(obs[t]) of the learner.
-      last_values: [B] value of the observation after the last step.
-      terminated: [T, B] the successor is worth 0.
-      truncated: [T, B] or None.
-      bootstrap_values: [T, B] V(final observation), read only where truncated.
-      discount: γ, a scalar or [T, B].
+      rewards, values, last_values, terminated, truncated, bootstrap_values, discount: as in
+        `jaxroll.gae`, values of the learner.
       clip_rho: ρ̄, decides what the values converge to; `jnp.inf` does not clip.
       clip_c: c̄, how far an error is passed back.
       clip_pg_rho: ρ̄_pg, clips the policy gradient's weight.
@@ -77,8 +72,7 @@ def vtrace(
     clip_c = steps.number("clip_c", clip_c, "> 0", finite=False)
     clip_pg_rho = steps.number("clip_pg_rho", clip_pg_rho, "> 0", finite=False)
 
-    if steps.valid is not None:  # an invalid row's ratio may be anything; its gradient too
-        log_rhos = jnp.where(steps.valid, log_rhos, 0)
+    log_rhos = steps.where_valid(log_rhos)  # what is anything elsewhere has no gradient either
     following, continues = next_values(steps)
     # The barrier has both computed once: the sums and the advantages need them.
     errors, rhos = jax.lax.optimization_barrier(
