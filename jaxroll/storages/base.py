@@ -10,6 +10,7 @@ counted in a leaf, and `check` raises outside.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -35,11 +36,16 @@ class Storage(Node, abc.ABC):
       >>> from jaxroll import RolloutStorage, Transition
       >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
       ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
-      >>> storage = RolloutStorage.create(step, num_steps=4)
+      >>> storage = RolloutStorage.create_factory(num_steps=4, gae_lambda=0.9)(step)
       >>> isinstance(storage, Storage), storage.parameters
       (True, ('discount', 'gae_lambda', 'episodic'))
-      >>> storage.insert_transition(step).get_all_buffer_data(data_to_cpu=True).weights.sum()
+      >>> storage = storage.insert_transition(step).update_storage_parameter("discount", 0.5)
+      >>> storage.get_all_buffer_data(data_to_cpu=True).weights.sum()
       np.float32(2.0)
+      >>> storage = storage.before_gradients(np.zeros(2))
+      >>> batches = storage.generate_batches(jax.random.key(0), num_mini_batch=2, num_epochs=3)
+      >>> len(batches), {batch.transition.obs.shape for batch in batches}
+      (6, {(4, 3)})
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
@@ -112,14 +118,6 @@ class Storage(Node, abc.ABC):
         """A function from one sample to a storage, with everything else decided now.
 
         Two with equal options are equal, so that agents made alike share one compilation.
-
-        Example:
-          >>> from jaxroll import RolloutStorage, Transition
-          >>> make = RolloutStorage.create_factory(16, discount=0.9)
-          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
-          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
-          >>> make(step).num_steps
-          16
         """
         if num_steps is not None:
             options = {"num_steps": num_steps, **options}
@@ -164,15 +162,6 @@ class Storage(Node, abc.ABC):
           key: for the shuffle.
           num_mini_batch: M.
           options: the other arguments of `plan`.
-
-        Example:
-          >>> from jaxroll import RolloutStorage, Transition
-          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
-          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
-          >>> storage = RolloutStorage.create(step, num_steps=4).before_gradients(np.zeros(2))
-          >>> batches = storage.generate_batches(jax.random.key(0), num_mini_batch=2, num_epochs=3)
-          >>> len(batches), {batch.transition.obs.shape for batch in batches}
-          (6, {(4, 3)})
         """
         return Batches(self, self.plan(key, num_mini_batch=num_mini_batch, **options))
 
@@ -184,15 +173,7 @@ class Storage(Node, abc.ABC):
         """Called before sampling: raise if targets are missing and that is known."""
 
     def update_storage_parameter(self, name: str, value: Any) -> Self:
-        """A storage with one hyperparameter changed; nothing is compiled again.
-
-        Example:
-          >>> from jaxroll import RolloutStorage, Transition
-          >>> step = Transition(obs=np.zeros((2, 3)), action=np.zeros(2), reward=np.zeros(2),
-          ...                   terminated=np.zeros(2, bool), value=np.zeros(2))
-          >>> RolloutStorage.create(step, 4).update_storage_parameter("discount", 0.5).discount
-          array(0.5, dtype=float32)
-        """
+        """A storage with one hyperparameter changed; nothing is compiled again."""
         if name not in self.parameters:
             raise ValueError(unknown_name("parameter", name, self.parameters, type(self).__name__))
         rule = self.rules.get(name)
@@ -219,32 +200,30 @@ class Storage(Node, abc.ABC):
         return [f"{known} of {capacity} {what}"]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StorageFactory:
     """What `create_factory` gives; compares by the storage's class and the options' values."""
 
-    def __init__(self, kind: type[Storage], options: dict[str, Any]):
-        self._kind, self._options = kind, options
-        leaves, structure = jax.tree.flatten(options)
-        self._identity = kind, structure, tuple(map(_identity, leaves))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What was decided, by name."""
-        return dict(self._options)
+    kind: type[Storage]
+    options: dict[str, Any]
 
     def __call__(self, example: Any) -> Any:
         """The storage for samples like this one, leaves [B, ...]."""
-        return self._kind.create(example, **self._options)
+        return self.kind.create(example, **self.options)
+
+    def _identity(self) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(self.options)
+        return self.kind, structure, *map(_identity, leaves)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageFactory) and self._identity == other._identity
+        return isinstance(other, StorageFactory) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
-        return hash(self._identity)
+        return hash(self._identity())
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self._options.items())
-        return f"{self._kind.__name__}.create_factory({options})"
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.kind.__name__}.create_factory({options})"
 
 
 def _identity(option: Any) -> Any:
@@ -252,11 +231,8 @@ def _identity(option: Any) -> Any:
     if isinstance(option, np.ndarray | np.generic | jax.Array) and has_data(option):
         array = np.asarray(option)
         return array.shape, array.dtype.str, array.tobytes()
-    try:
-        hash(option)
-    except TypeError:
-        return id(option)
-    return type(option), option
+    is_hashable = getattr(type(option), "__hash__", None) is not None
+    return (type(option), option) if is_hashable else id(option)
 
 
 class Batches:

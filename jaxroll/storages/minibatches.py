@@ -225,9 +225,6 @@ def _sizes(
     check_choice("remainder", remainder, get_args(Remainder))
     both = {"num_mini_batch": count, "mini_batch_size": size}
     given = [(name, check_count(name, n)) for name, n in both.items() if n is not None]
-    for name, n in given:
-        if n > total:
-            raise ValueError(f"{name} must be between 1 and {what} = {total}, got {n}.")
     name, n = given[0] if given else ("num_mini_batch", 1)
     if len(given) == 2:
         count, size = n, given[1][1]
@@ -237,7 +234,7 @@ def _sizes(
     used = count * size
     fits = {
         "error": used == total,
-        "drop": used <= total,
+        "drop": 0 < used <= total,
         "pad": total <= used < total + size,
     }
     if fits[remainder]:
@@ -252,7 +249,7 @@ def _sizes(
         raise ValueError(
             f'{name} must divide {what} = {total}, got {n}. Use {near}, or remainder="drop".'
         )
+    fitting = total if n > total else -(-total // size)
     raise ValueError(
-        f"num_mini_batch = {n} minibatches of {size} rows leave some with nothing but padding, "
-        f"since {what} = {total}. Use {-(-total // size)}."
+        f"{name} = {n} leaves minibatches without a row, since {what} = {total}. Use {fitting}."
     )
