@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxroll import metrics as metrics_lib, parallel
 from jaxroll.counts import count_value
+from jaxroll.envs import HostEnv, HostEnvSpec
 from jaxroll.train.evaluation import NonFiniteError, evaluation_columns
 from jaxroll.train.run import Run
 from jaxroll.train.states import BEST_KEY
@@ -98,9 +99,13 @@ def evaluate(run: Run) -> None:
     options = run.options
     if options.eval_interval is None or not run.row:
         return
-    if run.schedule.is_eval(run.iteration) or run.at_end:
-        run.progress.update(run.step)
-        run.progress.status("evaluating")
+    if not (run.schedule.is_eval(run.iteration) or run.at_end):
+        return
+    run.progress.update(run.step)
+    run.progress.status("evaluating")
+    env = run.start.eval_env or run.agent.env
+    run.is_evaluating_host = isinstance(env, HostEnv | HostEnvSpec)
+    try:
         run.row |= evaluation_columns(
             run.agent,
             run.state,
@@ -110,6 +115,12 @@ def evaluate(run: Run) -> None:
             run.start.eval_env,
             options.reduction == "fast",
         )
+    except (KeyboardInterrupt, SystemExit):
+        # An environment hangs: the run ends with a row and a checkpoint without the evaluation.
+        if run.interrupts.received is None or not run.is_evaluating_host:
+            raise
+    finally:
+        run.is_evaluating_host = False
 
 
 def log(run: Run) -> None:

@@ -66,6 +66,7 @@ class Run:
         self.numbers: dict[str, Any] = {}
         self.stop: str | None = None
         self.ends_row = self.is_save_due = self.has_warned = False
+        self.is_evaluating_host = False
         self._pace, self._seconds = 1, 0.0  # iterations of the next dispatch, time of the last
 
     # Where it is.
@@ -122,7 +123,7 @@ class Run:
         stack.enter_context(self.progress)
         last_words = functools.partial(_last_words, self.progress, self.checkpointer, directory)
         self.interrupts = stack.enter_context(signals.interrupts(last_words, start.own_process))
-        self.interrupts.can_leave = lambda: self.program.is_collecting
+        self.interrupts.can_leave = lambda: self.program.is_collecting or self.is_evaluating_host
         # Entered last: the rest of the stack would wait for a peer that is gone.
         stack.enter_context(parallel.peer_guard(own_process=self.interrupts.own_process))
         self._begin(stack)

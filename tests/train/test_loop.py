@@ -14,7 +14,7 @@ import pytest
 from jax._src import pjit
 from jax._src.array import ArrayImpl
 
-from jaxroll import PPO, make_env
+from jaxroll import PPO, collectors, make_env
 from jaxroll.collectors.host import HostCollector
 from jaxroll.config import Config
 from jaxroll.counts import count_value
@@ -723,6 +723,24 @@ def test_a_signal_while_an_environment_hangs_saves_what_was_before_it(tmp_path, 
     with pytest.raises(SystemExit):
         agent.train(10**6, checkpoint_dir=tmp_path, log_interval=32, **QUIET)
     monkeypatch.undo()
+    assert agent.load(tmp_path).learner.iteration == 1
+
+
+def test_a_signal_while_an_evaluation_hangs_saves_and_ends_the_run(tmp_path, monkeypatch):
+    agent = host_ppo()
+
+    def hang(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(collectors, "evaluate_host", hang)
+    monkeypatch.setattr(signals, "BOUND", 0.2)
+    options = {"log_interval": 32, "eval_interval": 32, "num_eval_episodes": 1}
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as error:
+        agent.train(10**6, checkpoint_dir=tmp_path, **options, **QUIET)
+    assert time.monotonic() - began < 30
+    assert error.value.code == 128 + signal.SIGTERM
     assert agent.load(tmp_path).learner.iteration == 1
 
 
