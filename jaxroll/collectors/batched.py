@@ -5,6 +5,7 @@ Shared by the scan over JAX environments and the loop over host environments.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from jax import lax
 from jaxroll.checks import divisors
 from jaxroll.distributions import sample
 from jaxroll.types import ActorState, Array, PyTree
+from jaxroll.varying import vary_as
 
-# Values after the steps: so many rows at a time at most, of so many numbers.
-_VALUE_ROWS, _VALUE_NUMBERS = 4096, 2**20
+# Values after the steps: so many rows at a time at most, of so many numbers in all. A CPU keeps them
+# in its cache, an accelerator starts few kernels.
+_CPU_ROWS, _ACCELERATOR_ROWS = (4096, 2**20), (2**20, 2**28)
 
 
 def action_draws(
@@ -52,31 +55,34 @@ def _has_noise(distribution: Any) -> bool:
     return hasattr(distribution, "noise") and hasattr(distribution, "sample_with")
 
 
-def steps_together(policy: Any, actor: ActorState, num_steps: int) -> int:
-    """How many steps to value at once after all steps; 0: each within its own step.
-
-    Within the step where the value shares its torso with the distribution or has a carry, and
-    where one step has as many rows as a matrix product needs to be fast.
-    """
-    if jax.tree.leaves(actor.carry) or not getattr(policy, "has_separate_value", False):
-        return 0
-    num_envs = actor.is_first.shape[0]
-    numbers = sum(x.size for x in jax.tree.leaves(actor.obs)) // num_envs
-    rows = min(_VALUE_ROWS, _VALUE_NUMBERS // max(1, numbers))
-    fitting = [n for n in divisors(num_steps) if n * num_envs <= rows]
-    return fitting[-1] if len(fitting) > 1 else 0
+def values_after(policy: Any, actor: ActorState) -> bool:
+    """Whether values are left to after the steps: a feed-forward critic that is its own network."""
+    return not jax.tree.leaves(actor.carry) and getattr(policy, "has_separate_value", False)
 
 
-def values_together(
-    policy: Any, params: PyTree, obs: PyTree, is_first: Array, together: int
-) -> PyTree:
-    """[T, B] values of observations [T, B, ...], `together` steps at a time."""
+def values_together(policy: Any, params: PyTree, obs: PyTree, is_first: Array) -> PyTree:
+    """[T, B] values of observations [T, B, ...], many steps at a time."""
     num_steps, num_envs = is_first.shape
-    chunks = jax.tree.map(
-        lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), (obs, is_first)
+    numbers = max(1, sum(x.size for x in jax.tree.leaves(obs)) // is_first.size)
+
+    def steps_of(limits: tuple[int, int]) -> int:
+        rows = min(limits[0], limits[1] // numbers)
+        return max(n for n in divisors(num_steps) if n == 1 or n * num_envs <= rows)
+
+    def value(together: int, params: PyTree, obs: PyTree, is_first: Array) -> PyTree:
+        chunks = jax.tree.map(
+            lambda x: x.reshape(-1, together * num_envs, *x.shape[2:]), (obs, is_first)
+        )
+        if together == num_steps:
+            values = policy.value(params, (), *jax.tree.map(lambda x: x[0], chunks))
+        else:
+            values = lax.map(lambda rows: policy.value(params, (), *rows), chunks)
+        values = jax.tree.map(lambda v: v.reshape(num_steps, num_envs), values)
+        return vary_as(values, like=(params, obs, is_first))
+
+    on_cpu, elsewhere = (
+        functools.partial(value, steps_of(limits)) for limits in (_CPU_ROWS, _ACCELERATOR_ROWS)
     )
-    if together == num_steps:
-        values = policy.value(params, (), *jax.tree.map(lambda x: x[0], chunks))
-    else:
-        values = lax.map(lambda rows: policy.value(params, (), *rows), chunks)
-    return jax.tree.map(lambda v: v.reshape(num_steps, num_envs), values)
+    if on_cpu.args == elsewhere.args:
+        return on_cpu(params, obs, is_first)
+    return lax.platform_dependent(params, obs, is_first, cpu=on_cpu, default=elsewhere)

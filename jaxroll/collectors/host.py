@@ -31,8 +31,8 @@ import numpy as np
 from jaxroll.checks import check_count, check_divides, check_flag
 from jaxroll.collectors.batched import (
     action_draws,
-    steps_together,
     take_action,
+    values_after,
     values_together,
 )
 from jaxroll.collectors.episodes import count_episodes
@@ -154,8 +154,8 @@ class HostCollector:
         check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
         self._check_actor(actor)
         envs, programs, carry = self.envs, self._programs, actor.carry
-        together = steps_together(self.policy, actor, num_steps)
-        draws, written, values = programs.begin(num_steps, bool(together), params, actor)
+        together = values_after(self.policy, actor)
+        draws, written, values = programs.begin(num_steps, together, params, actor)
         obs, is_first = actor.obs, np.empty((num_steps + 1, envs.num_envs), bool)
         is_first[0] = actor.is_first
         reward = np.empty((num_steps, envs.num_envs), np.float32)
@@ -165,7 +165,7 @@ class HostCollector:
             if t % length == 0:
                 carries.append(carry)
             written, carry, action = programs.act(
-                bool(together), params, written, carry, obs, is_first[t], draws
+                together, params, written, carry, obs, is_first[t], draws
             )
             step = envs.step(_copy(action))
             if t == self._steps_taken == 0:
@@ -339,7 +339,7 @@ def _programs(policy: Any, deterministic: bool) -> _Programs:
     ):
         rows = {"bootstrap_value": None, "is_first": steps.is_first[:-1], **rows}
         if together:
-            rows["value"] = values_together(policy, params, rows["obs"], rows["is_first"], together)
+            rows["value"] = values_together(policy, params, rows["obs"], rows["is_first"])
         actor = actor.replace(is_first=steps.is_first[-1])
         last_value = policy.value(params, actor.carry, actor.obs, actor.is_first)
         value, cut = rows["value"], steps.truncated & ~steps.terminated

@@ -38,8 +38,8 @@ from jaxroll.checks import (
 )
 from jaxroll.collectors.batched import (
     action_draws,
-    steps_together,
     take_action,
+    values_after,
     values_together,
 )
 from jaxroll.collectors.episodes import count_episodes
@@ -62,7 +62,7 @@ from jaxroll.varying import vary_as
 # Folded into an actor's key for the resets; no rollout has this number.
 RESET_FOLD = 2**31 - 1
 # What environments draw ahead, such as the starts of episodes, takes so many bytes at most.
-_DRAWN_BYTES = 2**23
+_DRAWN_BYTES = 2**28
 # Final observations, with the carry, of up to so many bytes are stacked over the steps.
 _SMALL_FINAL = 512
 
@@ -189,7 +189,7 @@ def collect(
     env_draws, draw_now = _env_draws(env, jax.random.split(env_key, (num_steps, num_envs)))
     draws = action_draws(policy, params, actor, policy_key, num_steps, deterministic)
     act_extras = getattr(policy, "act_extras", None)
-    together = steps_together(policy, actor, num_steps)
+    together = values_after(policy, actor)
     stacks_final = rows > 0 and _bytes_per_env(actor.obs, actor.carry) <= _SMALL_FINAL
     writes_final = rows > 0 and not stacks_final
 
@@ -256,7 +256,7 @@ def collect(
     is_first = jnp.concatenate([actor.is_first[None], done[:-1]])
     transition = transition.replace(is_first=is_first)
     if together:
-        value = values_together(policy, params, transition.obs, is_first, together)
+        value = values_together(policy, params, transition.obs, is_first)
         transition = transition.replace(value=value)
     ends = transition.terminated | transition.truncated
     statistics, episodes = count_episodes(actor.statistics, transition.reward, ends)
