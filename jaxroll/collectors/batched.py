@@ -16,7 +16,7 @@ from jaxroll.distributions import sample
 from jaxroll.types import ActorState, Array, PyTree
 from jaxroll.varying import vary_as
 
-# Values after the steps: so many rows at a time at most, of so many numbers in all. A CPU keeps them
+# Values after the steps: so many rows at a time at most, of so many numbers. A CPU keeps them
 # in its cache, an accelerator starts few kernels.
 _CPU_ROWS, _ACCELERATOR_ROWS = (4096, 2**20), (2**20, 2**28)
 

@@ -151,7 +151,7 @@ class HostCollector:
         """
         num_steps = check_count("num_steps", num_steps)
         length = self._sequence_length or num_steps
-        check_divides("sequence_length", length, num_steps, f"num_steps = {num_steps}")
+        check_divides("sequence_length", length, num_steps, "num_steps")
         self._check_actor(actor)
         envs, programs, carry = self.envs, self._programs, actor.carry
         together = values_after(self.policy, actor)
