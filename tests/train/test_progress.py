@@ -17,6 +17,12 @@ import pytest
 
 from jaxroll.train import Progress
 
+# As from a shell: tests that run in the background have it ignored.
+INTERRUPTIBLE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
 HEAD = """
 import sys
 from jaxroll.train import Progress
@@ -97,14 +103,12 @@ class Terminal:
         self.slave, self.screen, self.raw = slave, Screen(width), ""
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", INTERRUPTIBLE + code],
             stdin=subprocess.PIPE,
             stdout=slave if stdout == "terminal" else subprocess.PIPE,
             stderr=slave,
             text=True,
             env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
-            # As a shell would: tests that run in the background have it ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.watchdog = threading.Timer(60, self.process.kill)
         self.watchdog.start()
