@@ -12,17 +12,7 @@ from flax import struct
 
 from jaxroll import estimators
 from jaxroll.checks import check_array, check_count, check_divides, check_kind
-from jaxroll.storages import minibatches
-from jaxroll.storages.arrays import (
-    allocate,
-    as_parameter,
-    check_example,
-    check_finite,
-    check_like,
-    check_streams,
-    row_like,
-    vary_leaves,
-)
+from jaxroll.storages import arrays, minibatches
 from jaxroll.storages.base import Storage
 from jaxroll.storages.minibatches import By, MinibatchPlan, Remainder
 from jaxroll.types import Array, Minibatch, PyTree, Rollout, Targets, Transition
@@ -101,17 +91,17 @@ class RolloutStorage(Storage, kw_only=True):
         """
         cls.check_example(example)
         num_steps = check_count("num_steps", num_steps)
-        length = num_steps
         if sequence_length is not None:
-            length = check_divides("sequence_length", sequence_length, num_steps, "num_steps")
-            sequence_length = length
+            sequence_length = check_divides(
+                "sequence_length", sequence_length, num_steps, "num_steps"
+            )
         carry = initial_carry if jax.tree.leaves(initial_carry) else None
         data, advantages, returns, carries = vary_as(
             (
-                allocate(example, num_steps),
-                allocate(example.value, num_steps),
-                allocate(example.value, num_steps),
-                allocate(carry, num_steps // length),
+                arrays.allocate(example, num_steps),
+                arrays.allocate(example.value, num_steps),
+                arrays.allocate(example.value, num_steps),
+                arrays.allocate(carry, num_steps // (sequence_length or num_steps)),
             ),
             like=(example, carry),
         )
@@ -124,16 +114,16 @@ class RolloutStorage(Storage, kw_only=True):
             added=np.zeros((), np.int32),
             lost=np.zeros((), np.int32),
             targets_at=np.full((), _NONE, np.int32),
-            discount=as_parameter("discount", discount, like, cls.rules["discount"]),
-            gae_lambda=as_parameter("gae_lambda", gae_lambda, like, cls.rules["gae_lambda"]),
-            episodic=as_parameter("episodic", episodic, flags),
+            discount=arrays.as_parameter("discount", discount, like, cls.rules["discount"]),
+            gae_lambda=arrays.as_parameter("gae_lambda", gae_lambda, like, cls.rules["gae_lambda"]),
+            episodic=arrays.as_parameter("episodic", episodic, flags),
             sequence_length=sequence_length,
         )
 
     @staticmethod
     def check_example(example: Transition) -> None:
         """Called by `create`: raise unless the storage can be made from this step."""
-        check_example(example)
+        arrays.check_example(example)
         if example.value is None:
             raise ValueError(
                 "the example needs a value [B], from which advantages are computed. Give "
@@ -144,9 +134,9 @@ class RolloutStorage(Storage, kw_only=True):
                 "an example with truncated needs bootstrap_value, V(final observation) of the "
                 "truncated steps. Give both, or neither if no episode is cut short."
             )
-        check_streams("reward", example.reward, example.value)
+        arrays.check_streams("reward", example.reward, example.value)
         if example.bootstrap_value is not None:
-            check_streams("bootstrap_value", example.bootstrap_value, example.value)
+            arrays.check_streams("bootstrap_value", example.bootstrap_value, example.value)
 
     @classmethod
     def from_rollout(cls, rollout: Rollout, **options: Any) -> Self:
@@ -154,19 +144,7 @@ class RolloutStorage(Storage, kw_only=True):
 
         Args:
           rollout: of T steps; sequences are as long as those whose carries it holds.
-          options: as of `create`, such as discount and gae_lambda.
-
-        Example:
-          >>> import jaxroll
-          >>> env = jaxroll.make_env("CartPole-v1")
-          >>> policy = jaxroll.make_policy(env.observation_space, env.action_space)
-          >>> def storage(key):
-          ...     actor = jaxroll.init_actor(env, policy, key, num_envs=8)
-          ...     params = policy.init(key, actor.obs)
-          ...     actor, rollout = jaxroll.collect(env, policy, params, actor, num_steps=16)
-          ...     return RolloutStorage.from_rollout(rollout, discount=0.99)
-          >>> jax.eval_shape(storage, jax.random.key(0)).targets.returns.shape
-          (16, 8)
+          options: as of `create`: `RolloutStorage.from_rollout(rollout, discount=0.99)`.
         """
         check_kind("rollout", rollout, Rollout, f"{cls.__name__}.create for other data")
         data, carries = rollout.transition, rollout.initial_carry
@@ -234,7 +212,7 @@ class RolloutStorage(Storage, kw_only=True):
           transition: leaves [B, ...] with the structure and dtypes of the example.
           carry: the recurrent state before this step, if the storage was created with one.
         """
-        transition = check_like("transition", transition, row_like(self.data))
+        transition = arrays.check_like("transition", transition, arrays.row_like(self.data))
         full = self.is_full
 
         def write(x: Array, row: Array, index: Array, keep: Array) -> Array:
@@ -248,7 +226,7 @@ class RolloutStorage(Storage, kw_only=True):
             chunk, inside = self.added // self.carry_interval, self.added % self.carry_interval != 0
             return write(x, row, chunk, full | inside)
 
-        carry = _check_carry(carry, row_like(self.initial_carry))
+        carry = _check_carry(carry, arrays.row_like(self.initial_carry))
         initial_carry = jax.tree.map(write_carry, self.initial_carry, carry)
         data = jax.tree.map(lambda x, row: write(x, row, self.added, full), self.data, transition)
         return self.replace(data=data, initial_carry=initial_carry, added=self.added + 1)
@@ -268,15 +246,15 @@ class RolloutStorage(Storage, kw_only=True):
                 f"a trajectory must have between 1 and num_steps = {self.num_steps} steps, got "
                 f"{steps}. Create the storage with num_steps={steps}."
             )
-        data = check_like("trajectory", trajectory, row_like(self.data), (steps,))
+        data = arrays.check_like("trajectory", trajectory, arrays.row_like(self.data), (steps,))
         if steps < self.num_steps:
             data = jax.tree.map(
                 lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 0, 0), self.data, data
             )
         carry = _check_carry(initial_carry, self.initial_carry)
         return self.replace(
-            data=vary_leaves(data, self.data),
-            initial_carry=vary_leaves(carry, self.initial_carry),
+            data=arrays.vary_leaves(data, self.data),
+            initial_carry=arrays.vary_leaves(carry, self.initial_carry),
             added=_count(steps, self.added),
             lost=self.dropped,
             targets_at=_count(_NONE, self.targets_at),
@@ -291,7 +269,7 @@ class RolloutStorage(Storage, kw_only=True):
           last_values: [B] V of the observation after the last written step; a dict for streams.
         """
         data = self.data
-        check_streams("last_values", last_values, data.value)
+        arrays.check_streams("last_values", last_values, data.value)
         written = self._written()
         valid = written if data.valid is None else written & data.valid
 
@@ -322,7 +300,9 @@ class RolloutStorage(Storage, kw_only=True):
         Args:
           targets: [T, B] advantages and returns, or dicts of streams.
         """
-        return self.replace(targets=vary_leaves(targets, self.targets), targets_at=self.added)
+        return self.replace(
+            targets=arrays.vary_leaves(targets, self.targets), targets_at=self.added
+        )
 
     def _implied(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Another discount, λ or episodic makes the targets stale."""
@@ -450,13 +430,13 @@ class RolloutStorage(Storage, kw_only=True):
             )
         self._check_targets()
         checked = {"value": self.data.value, "reward": self.data.reward, "targets": self.targets}
-        check_finite(checked, np.asarray(self.contents().weights) > 0, "environment")
+        arrays.check_finite(checked, np.asarray(self.contents().weights) > 0, "environment")
         return self
 
 
 def _check_carry(carry: PyTree, like: PyTree) -> PyTree:
     carry = carry if jax.tree.leaves(carry) else None  # () of a feed-forward policy
-    return check_like("carry", carry, like, of="initial_carry")
+    return arrays.check_like("carry", carry, like, of="initial_carry")
 
 
 def _count(number: int, like: Array) -> Array:
