@@ -35,7 +35,8 @@ class FileLogger:
             after = self._kept(whole, resume_from_step)
             if after != before:
                 replace_file(self.path, after)
-        self._descriptor = self._open()
+        self._descriptor = -1
+        self._reopen()
 
     def flush(self) -> None:
         """Hand everything to the operating system; an `OSError` leaves what is missing to later."""
@@ -69,12 +70,11 @@ class FileLogger:
         """Of the file's whole lines, those of rows up to this step."""
         raise NotImplementedError
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-
     def _reopen(self) -> None:
-        old, self._descriptor = self._descriptor, self._open()
-        os.close(old)
+        old, flags = self._descriptor, os.O_RDWR | os.O_APPEND | os.O_CREAT
+        self._descriptor = os.open(self.path, flags, 0o666)
+        if old >= 0:
+            os.close(old)
 
     def _reopen_if_gone(self) -> None:
         here = os.fstat(self._descriptor)

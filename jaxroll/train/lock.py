@@ -99,9 +99,9 @@ class RunLock:
             self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     __enter__ = acquire
 

@@ -102,11 +102,7 @@ def as_json(name: str, value: Any) -> Any:
 def write_step(directory: Path, snapshot: Snapshot, tag: str, run: Callable[[], str] = str) -> None:
     """Write on all processes together; an older step is replaced when this one is complete.
 
-    Args:
-      directory: appears when all of it is on the disk.
-      snapshot: what to write.
-      tag: for `together`.
-      run: gives the name of the run, on process 0.
+    `run`, called on process 0, gives the name of the run that the step is of.
     """
     temporary, old = (directory.with_name(directory.name + x) for x in (WRITING, REPLACED))
 
@@ -298,16 +294,9 @@ def _sync(directory: Path) -> None:
 def together(tag: str, action: Callable[[], Any], *, primary_only: bool = False) -> Any:
     """Run an action on every process, or on process 0: it succeeds for all or raises for all.
 
-    Talks through the coordinator's key-value store and never through devices, so that it may run
-    in a thread beside a training step that has collectives of its own.
-
-    Args:
-      tag: names this call; the same on all processes, and used once.
-      action: what to do; its result must be JSON.
-      primary_only: act on process 0 only.
-
-    Returns:
-      the result of process 0 if `primary_only`, else those of all processes.
+    Gives the result of process 0 if `primary_only`, else a list of all results, which must be JSON.
+    The tag is the same on all processes, and used once. Talks through the coordinator and never
+    through devices, so that it may run beside a training step that has collectives of its own.
     """
     if jax.process_count() == 1:
         return action() if primary_only else [action()]

@@ -141,7 +141,7 @@ def undisturbed(start, tmp_path_factory):
 def kill_and_go_on(start, undisturbed, run, count):
     """Kill a run `count` times at random moments, let it finish, compare."""
     draw = random.Random(count)
-    iterations = 20 * count
+    iterations = 100 * count
     agent = agent_named("ppo")
     reached, kills = 0, 0
     while kills < count:
