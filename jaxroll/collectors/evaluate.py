@@ -129,6 +129,14 @@ def evaluate(
     return _result(played, quota)
 
 
+class _Played(NamedTuple):
+    """Round r of environment b is the r-th episode that it plays."""
+
+    returns: Array  # [R, B]
+    lengths: Array  # [R, B]
+    episodes: Array  # [B] how many the environment has finished
+
+
 @partial(
     jax.jit,
     static_argnames=("env", "policy", "num_episodes", "num_envs", "deterministic", "mesh"),
@@ -138,7 +146,7 @@ def _play_all(
     policy: Policy,
     params: PyTree,
     key: jax.Array,
-    limit: Array | int,
+    limit: Array | int,  # steps that each environment may take
     *,
     num_episodes: int,
     num_envs: int,
@@ -148,7 +156,50 @@ def _play_all(
     """What all environments played, B padded to the mesh's size."""
     index, quota = np.arange(num_envs), _quota(num_episodes, num_envs)
     rounds = int(quota.max())
-    play = partial(_play, env, policy, deterministic, num_envs, rounds, mesh is not None)
+
+    def play(params: PyTree, key: jax.Array, limit: Array, index: Array, quota: Array) -> _Played:
+        """The environments of one device: [B] which of all they are, [B] their quotas."""
+        reset_key, step_key = jax.random.split(key)
+        reset_keys = jax.random.split(reset_key, num_envs)[index]
+        env_state, obs = strong_types(jax.vmap(env.reset)(reset_keys))
+
+        def is_unfinished(state: tuple) -> Array:
+            t, _, _, played = state
+            return jnp.any(played.episodes < quota) & (t < limit)
+
+        def step(state: tuple, _: None) -> tuple[tuple, None]:
+            t, env_state, seen, (returns, lengths, episodes) = state
+            live = t < limit
+            env_key, action_key = jax.random.split(jax.random.fold_in(step_key, t))
+            # Devices that play side by side need noise of their own.
+            fold = None if mesh is None else index[0]
+            carry, action = _act(policy, deterministic, params, seen, action_key, fold)
+            env_keys = jax.random.split(env_key, num_envs)[index]
+            after, step = jax.vmap(env.step)(env_keys, env_state, action)
+            done = (step.terminated.astype(bool) | step.truncated.astype(bool)) & live
+            # Past its quota an environment writes to a row that is cut off or does not exist.
+            at = (episodes, jnp.arange(len(index)))
+            reward = jnp.where(live, step.reward.astype(jnp.float32), 0.0)
+            played = _Played(
+                returns.at[at].add(reward, mode="drop"),
+                lengths.at[at].add(live.astype(jnp.int32), mode="drop"),
+                jnp.minimum(episodes + done.astype(jnp.int32), quota),
+            )
+            env_state = keep_types(after, env_state, "the environment's state")
+            carry = keep_types(carry, seen[0], "the policy's carry")
+            obs = keep_types(step.obs, seen[1], "the observation")
+            return (t + 1, env_state, (carry, obs, done), played), None
+
+        # Whether to go on is asked of the host on a GPU: once in some steps, not at each. Steps
+        # past the last episode or the limit count for nothing.
+        turn = partial(lax.scan, step, length=STEPS_PER_TURN)
+        carry = strong_types(policy.initial_carry(len(index)))
+        lengths = jnp.zeros((rounds, len(index)), jnp.int32)
+        played = _Played(lengths.astype(jnp.float32), lengths, lengths[0])
+        seen = (carry, obs, jnp.ones(len(index), bool))
+        state = (jnp.zeros((), jnp.int32), env_state, seen, played)
+        return lax.while_loop(is_unfinished, lambda state: turn(state)[0], state)[-1]
+
     if mesh is not None:
         (axis,) = mesh.axis_names
         padding = (0, -num_envs % mesh.size)
@@ -161,87 +212,7 @@ def _play_all(
             out_specs=_Played(columns, columns, spread),
             check_vma=False,
         )
-    return play(params, key, jnp.asarray(limit), jnp.asarray(index), jnp.asarray(quota))
-
-
-class _Played(NamedTuple):
-    """Round r of environment b is its episode number r."""
-
-    returns: Array  # [R, B]
-    lengths: Array  # [R, B]
-    episodes: Array  # [B] how many the environment has finished
-
-
-class _Running(NamedTuple):
-    """What the loop carries."""
-
-    t: Array
-    env: PyTree
-    obs: PyTree
-    carry: PyTree
-    is_first: Array
-    played: _Played
-
-
-def _play(
-    env: Env,
-    policy: Policy,
-    deterministic: bool,
-    num_envs: int,  # on all devices
-    rounds: int,  # R, the largest quota of any
-    is_part: bool,  # whether other devices play too, and need noise of their own
-    params: PyTree,
-    key: jax.Array,  # of the whole evaluation
-    limit: Array,  # [] steps that each environment may take
-    index: Array,  # [B] which of all environments these are
-    quota: Array,  # [B] how many episodes each plays
-) -> _Played:
-    count = len(index)
-    reset_key, step_key = jax.random.split(key)
-    reset_keys = jax.random.split(reset_key, num_envs)[index]
-    env_state, obs = strong_types(jax.vmap(env.reset)(reset_keys))
-
-    def unfinished(state: _Running) -> Array:
-        return jnp.any(state.played.episodes < quota) & (state.t < limit)
-
-    def step(state: _Running, _: None) -> tuple[_Running, None]:
-        live = state.t < limit
-        env_key, action_key = jax.random.split(jax.random.fold_in(step_key, state.t))
-        seen = state.carry, state.obs, state.is_first
-        fold = index[0] if is_part else None
-        carry, action = _act(policy, deterministic, params, seen, action_key, fold)
-        env_keys = jax.random.split(env_key, num_envs)[index]
-        env_state, step = jax.vmap(env.step)(env_keys, state.env, action)
-        done = (step.terminated.astype(bool) | step.truncated.astype(bool)) & live
-        # Past its quota an environment writes to a row that is cut off below or does not exist.
-        returns, lengths, episodes = state.played
-        at = (episodes, jnp.arange(count))
-        reward = jnp.where(live, step.reward.astype(jnp.float32), 0.0)
-        played = _Played(
-            returns.at[at].add(reward, mode="drop"),
-            lengths.at[at].add(live.astype(jnp.int32), mode="drop"),
-            jnp.minimum(episodes + done.astype(jnp.int32), quota),
-        )
-        env_state = keep_types(env_state, state.env, "the environment's state")
-        obs = keep_types(step.obs, state.obs, "the observation")
-        carry = keep_types(carry, state.carry, "the policy's carry")
-        return _Running(state.t + 1, env_state, obs, carry, done, played), None
-
-    rows = (rounds, count)
-    state = _Running(
-        t=jnp.zeros((), jnp.int32),
-        env=env_state,
-        obs=obs,
-        carry=strong_types(policy.initial_carry(count)),
-        is_first=jnp.ones(count, bool),
-        played=_Played(
-            jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.int32), jnp.zeros(count, jnp.int32)
-        ),
-    )
-    # Whether to go on is asked of the host on a GPU: once in some steps, not at each. Steps past
-    # the last episode or the limit count for nothing.
-    turn = partial(lax.scan, step, length=STEPS_PER_TURN)
-    return lax.while_loop(unfinished, lambda state: turn(state)[0], state).played
+    return play(params, key, *(jnp.asarray(x) for x in (limit, index, quota)))
 
 
 def evaluate_host(
@@ -260,14 +231,10 @@ def evaluate_host(
     Args:
       env: open environments, which are reset and stay open, or the spec of some, which are
         opened and closed here.
-      policy: a hashable `Policy`.
-      params: of the policy.
+      policy, params, num_episodes, deterministic, max_steps: as for `evaluate`.
       key: drawn from for the environments' seed and (if not deterministic) actions.
-      num_episodes: N.
       num_envs: how many to open of a spec; None: N, at most 128. Open environments are as many
         as they are.
-      deterministic: as for `evaluate`.
-      max_steps: as for `evaluate`.
 
     Returns:
       `EvaluationResult` with numpy arrays.

@@ -95,16 +95,12 @@ class TanhGaussian(Distribution):
 
     def _center_and_scale(self) -> tuple[Array, Array]:
         """Middle and half of the range, in the mean's shape."""
-
-        def expand(bound: np.ndarray) -> Array:
-            event = self.mean.shape[self.mean.ndim - self.action_ndim :]
-            bound = bound.reshape(event) if bound.ndim else bound
-            return jnp.broadcast_to(bound.astype(self.mean.dtype), self.mean.shape)
-
-        low, high = np.asarray(self.low, np.float64), np.asarray(self.high, np.float64)
-        if low.ndim != high.ndim:
-            low, high = np.broadcast_arrays(low, high)
-        return expand((low + high) / 2), expand((high - low) / 2)
+        event = self.mean.shape[self.mean.ndim - self.action_ndim :]
+        low, high = (np.asarray(x, np.float64) for x in (self.low, self.high))
+        low, high = (x.reshape(event) if x.ndim else x for x in (low, high))
+        center, scale = (x.astype(self.mean.dtype) for x in ((low + high) / 2, (high - low) / 2))
+        shape = self.mean.shape
+        return jnp.broadcast_to(center, shape), jnp.broadcast_to(scale, shape)
 
     def _widened(self) -> TanhGaussian:
         """In float32 at least: near the bounds, and summed, fewer bits are too few."""

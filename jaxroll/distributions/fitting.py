@@ -33,8 +33,7 @@ class DistributionFor:
                 return n
             case spaces.MultiDiscrete(nvec=nvec):
                 return sum(nvec)
-            case _:
-                return spaces.flat_size(self.space)
+        return spaces.flat_size(self.space)
 
     @property
     def has_log_std(self) -> bool:
@@ -51,27 +50,23 @@ class DistributionFor:
           log_std: [..., num_outputs] or [num_outputs]; for a Box only.
           mask: [..., num_outputs] bool, true where allowed; for Discrete and MultiDiscrete only.
         """
-        if mask is not None and not isinstance(self.space, spaces.Discrete | spaces.MultiDiscrete):
-            raise ValueError(
-                f"an action mask needs a Discrete or MultiDiscrete action space, got {self.space}. "
-                'Rename the "action_mask" entry of the observation if it is not one.'
-            )
         match self.space:
             case spaces.Discrete():
                 return Categorical.create(outputs, mask)
             case spaces.MultiDiscrete(nvec=nvec):
                 return MultiCategorical.create(outputs, nvec, mask)
-            case spaces.MultiBinary():
-                return Bernoulli(outputs)
+        if mask is not None:
+            raise ValueError(
+                f"an action mask needs a Discrete or MultiDiscrete action space, got {self.space}. "
+                'Rename the "action_mask" entry of the observation if it is not one.'
+            )
+        if isinstance(self.space, spaces.MultiBinary):
+            return Bernoulli(outputs)
         if log_std is None:
             raise ValueError(f"a distribution over {self.space} needs log_std.")
-        shape = (*outputs.shape[:-1], *self.space.shape)
-        spread = jnp.asarray(log_std, outputs.dtype)
-        if spread.ndim == 1:
-            spread = spread.reshape(*[1] * (outputs.ndim - 1), -1)
-        spread = jnp.broadcast_to(spread, outputs.shape).reshape(shape)
-        mean = outputs.reshape(shape)
-        ndim = len(self.space.shape)
+        spread = jnp.broadcast_to(jnp.asarray(log_std, outputs.dtype), outputs.shape)
+        shape, ndim = (*outputs.shape[:-1], *self.space.shape), len(self.space.shape)
+        mean, spread = outputs.reshape(shape), spread.reshape(shape)
         if self.squash:
             return TanhGaussian(mean, spread, self.space.low, self.space.high, ndim)
         return DiagonalGaussian(mean, spread, ndim)
@@ -91,23 +86,21 @@ def distribution_for(action_space: spaces.Space, *, squash: bool = False) -> Dis
       >>> kind.num_outputs, type(kind.build(jnp.zeros((8, 5)))).__name__
       (5, 'MultiCategorical')
     """
-    if isinstance(action_space, spaces.Box):
-        if np.dtype(action_space.dtype).kind != "f":
-            raise ValueError(
-                f"a Box action space must hold floats, got {np.dtype(action_space.dtype)}. "
-                "Describe integer actions as MultiDiscrete(nvec)."
-            )
-        if squash and not action_space.is_bounded:
-            raise ValueError(
-                f"squash=True needs a Box with two finite bounds, got low={action_space.low}, "
-                f"high={action_space.high}. Use squash=False."
-            )
-        return DistributionFor(action_space, squash)
-    if squash:
-        raise ValueError(f"squash=True is for Box action spaces, got {action_space}.")
-    if isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-        return DistributionFor(action_space)
-    raise ValueError(
-        "an action space must be Discrete, MultiDiscrete, MultiBinary or Box, "
-        f"got {action_space!r}. Flatten it in a wrapper of the environment."
-    )
+    is_box = isinstance(action_space, spaces.Box)
+    choices = spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
+    if not is_box and not isinstance(action_space, choices):
+        raise ValueError(
+            "an action space must be Discrete, MultiDiscrete, MultiBinary or Box, "
+            f"got {action_space!r}. Flatten it in a wrapper of the environment."
+        )
+    if is_box and np.dtype(action_space.dtype).kind != "f":
+        raise ValueError(
+            f"a Box action space must hold floats, got {np.dtype(action_space.dtype)}. "
+            "Describe integer actions as MultiDiscrete(nvec)."
+        )
+    if squash and not (is_box and action_space.is_bounded):
+        raise ValueError(
+            f"squash=True is for Box action spaces with two finite bounds, got {action_space}. "
+            "Use squash=False."
+        )
+    return DistributionFor(action_space, squash)
