@@ -15,11 +15,13 @@ The actors of one device are the leading axis of what comes in; further devices 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -61,18 +63,14 @@ def map_actors(function: Callable[..., Any], *trees: PyTree, reduction: Reductio
 def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
     """`function` of each actor, by the same machine code however many there are here.
 
-    Out of several actors a loop slices one, and the slice becomes part of what follows. Where there
-    is only one, a compiler would drop loop and slice, and add in another order. So a single actor
-    is put beside a copy that is never visited, and only the data say how many turns there are.
+    On a CPU the number of turns is hidden from the compiler: it would dissolve a loop of a single
+    one into what is around it, and add in another order.
     """
-    leaves = jax.tree.leaves(trees)
-    count = leaves[0].shape[0]
-    first = next(x for x in leaves if x.size)
-    if jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
-        first = jax.random.key_data(first)
-    turns = jnp.where((first.ravel()[0].astype(jnp.int32) | 1) != 0, count, 0)
-    if count == 1:
-        trees = jax.tree.map(lambda x: jnp.concatenate([x, x]), trees)
+    count = jax.tree.leaves(trees)[0].shape[0]
+    turns = jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.optimization_barrier(jnp.int32(count)),
+        default=lambda: jnp.int32(count),
+    )
 
     def at(i: Any) -> Any:
         return function(
@@ -84,9 +82,8 @@ def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
         return jax.tree.map(lambda xs, x: put(xs, x, i, 0), out, at(i))
 
     shapes = jax.eval_shape(at, 0)
-    start = jax.tree.map(lambda x: jnp.zeros((max(count, 2), *x.shape), x.dtype), shapes)
-    out = jax.lax.fori_loop(0, turns, turn, vary_as(start, like=trees))
-    return jax.tree.map(lambda x: x[:count], out)
+    start = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, turns, turn, vary_as(start, like=trees))
 
 
 def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "fast") -> PyTree:
@@ -97,27 +94,43 @@ def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "f
       axis_name: the mesh axis behind which the other devices are; None: there are none.
       reduction: "exact" adds in the order of the actors.
     """
-    if reduction == "exact":
-        if axis_name is not None:
-            tree = jax.lax.all_gather(tree, axis_name, tiled=True)
-        first = jax.tree.map(lambda x: x[0], tree)
-        rest = jax.tree.map(lambda x: x[1:], tree)
-        tree = jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
-        return replicate(tree, axis_name)
-    return all_sum(jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), tree), axis_name)
+    if reduction == "fast":
+        return all_sum(jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), tree), axis_name)
+    if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+        return replicate(_by_dtype(lambda x: _ordered_sum(x, axis_name), tree), axis_name)
+    # A loop, so that on one device too the sum is not fused with what is made of it.
+    first, rest = jax.tree.map(lambda x: x[0], tree), jax.tree.map(lambda x: x[1:], tree)
+    total = jax.lax.scan(lambda a, b: (jax.tree.map(jnp.add, a, b), None), first, rest)[0]
+    return replicate(total, axis_name)
+
+
+def _ordered_sum(x: Array, axis_name: Any) -> Array:
+    """[A, P] to [P]: each of D devices adds P/D columns of all actors, one after the other."""
+    size = x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, -size % jax.lax.axis_size(axis_name))))
+    x = jax.lax.all_to_all(x, axis_name, split_axis=1, concat_axis=0, tiled=True)
+    total = functools.reduce(jnp.add, list(x))
+    return jax.lax.all_gather(total, axis_name, tiled=True)[:size]
 
 
 def all_sum(tree: PyTree, axis_name: Any) -> PyTree:
-    """Sum over the devices, all floats in one all-reduce: half the time of one for each leaf."""
+    """Sum over the devices, by one all-reduce for each dtype: half the time of one per leaf."""
     if axis_name is None:
         return tree
+    tree = jax.tree.map(lambda x: x[None], tree)
+    return _by_dtype(lambda x: jax.lax.psum(x[0], axis_name), tree)
+
+
+def _by_dtype(function: Callable[[Array], Array], tree: PyTree) -> PyTree:
+    """`function`, [A, P] to [P], of all leaves [A, ...] of a dtype side by side."""
     leaves, structure = jax.tree.flatten(tree)
-    floats = [x for x in leaves if x.dtype == jnp.float32]
-    flat, unravel = ravel_pytree(floats)
-    summed = iter(unravel(jax.lax.psum(flat, axis_name)))
-    leaves = [
-        next(summed) if x.dtype == jnp.float32 else jax.lax.psum(x, axis_name) for x in leaves
-    ]
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        flat = [leaves[i].reshape(leaves[i].shape[0], -1) for i in which]
+        ends = np.cumsum([x.shape[1] for x in flat])
+        parts = jnp.split(function(jnp.concatenate(flat, axis=1)), ends[:-1])
+        for i, part in zip(which, parts):
+            leaves[i] = part.reshape(leaves[i].shape[1:])
     return jax.tree.unflatten(structure, leaves)
 
 

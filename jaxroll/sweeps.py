@@ -106,9 +106,11 @@ class Sweep(Node):
         """None of its own: they are the members'."""
         return {}
 
-    def init(self, key: jax.Array) -> TrainState:
+    def init(self, key: jax.Array, **options: Any) -> TrainState:
         """The members' states, stacked; the key is not used, for each member has its seed."""
-        return self._over_members(lambda agent, seed: agent.init(jax.random.key(seed)), self.seeds)
+        return self._over_members(
+            lambda agent, seed: agent.init(jax.random.key(seed), **options), self.seeds
+        )
 
     def train_step(self, state: TrainState, **options: Any) -> tuple[TrainState, dict[str, Any]]:
         """One iteration of every member."""

@@ -221,11 +221,13 @@ class DistributedAgent(Shell, Node, abc.ABC):
 
     # Pure: from a key to a state, from a state to the next.
 
-    def init(self, key: jax.Array) -> TrainState:
-        """The state before the first step.
+    def init(self, key: jax.Array, *, axis_name: Any = None) -> TrainState:
+        """The state before the first step, the same numbers on any mesh.
 
         Args:
           key: a PRNG key; its split gives the params' key and the actors' key.
+          axis_name: the axis of a shard_map over which actors are spread: the state then has those
+            of this device only, and no device ever holds all of them.
         """
         if self.is_host:
             raise TypeError(
@@ -234,17 +236,26 @@ class DistributedAgent(Shell, Node, abc.ABC):
             )
         params_key, actors_key = jax.random.split(check_key("key", key))
         learner = self.init_learner(params_key)
-        actors = jax.vmap(self.init_actor)(self.actor_keys(actors_key))
+        keys = self.actor_keys(actors_key)
+        if axis_name is not None:
+            count = self.num_actors // jax.lax.axis_size(axis_name)
+            first = jax.lax.axis_index(axis_name) * count
+            keys = jax.lax.dynamic_slice_in_dim(keys, first, count)
+        # What is in the state is the same on any mesh, so all of it is made as in exact mode.
+        actors = map_actors(self.init_actor, keys, reduction="exact")
         if not self.num_prefills:
             return self.assemble(learner, actors)
 
         def run(state: TrainState) -> tuple[TrainState, Rollout]:
-            return self.run_actors(state, "exact")  # what is in the state is the same on any mesh
+            return self.run_actors(state, "exact")
 
         bare = TrainState(learner=learner, actors=actors)
         state = self.assemble(learner, actors, jax.eval_shape(run, bare)[1])
         return jax.lax.fori_loop(
-            0, self.num_prefills, lambda _, state: self.prefill(*run(state)), state
+            0,
+            self.num_prefills,
+            lambda _, state: self.prefill(*run(state), axis_name=axis_name),
+            state,
         )
 
     def assemble(
@@ -253,13 +264,13 @@ class DistributedAgent(Shell, Node, abc.ABC):
         """The state from its parts; `rollouts` are shapes, for algorithms that store them."""
         return TrainState(learner=learner, actors=actors)
 
-    def store(self, state: TrainState, rollouts: Rollout) -> TrainState:
+    def store(self, state: TrainState, rollouts: Rollout, *, axis_name: Any = None) -> TrainState:
         """Store a rollout of every actor without learning from it: what fills a ring at first."""
         return state
 
-    def prefill(self, state: TrainState, rollouts: Rollout) -> TrainState:
+    def prefill(self, state: TrainState, rollouts: Rollout, *, axis_name: Any = None) -> TrainState:
         """`store` one of the rollouts that fill the storage at first, and count its steps."""
-        state = self.store(state, rollouts)
+        state = self.store(state, rollouts, axis_name=axis_name)
         steps = count_add(state.learner.num_env_steps, self.steps_per_iteration)
         return state.replace(learner=state.learner.replace(num_env_steps=steps))
 

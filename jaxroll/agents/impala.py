@@ -136,7 +136,8 @@ class IMPALA(DistributedAgent):
                 max_truncations=rollouts.final.step.shape[1],
             )
 
-        slots = jax.vmap(lambda a: storage(a).slots)(jnp.arange(self.num_actors))
+        count = actors.is_first.shape[0]  # on a mesh, those of this device
+        slots = jax.vmap(lambda a: storage(a).slots)(jnp.arange(count))
         ring = jax.tree.map(jnp.asarray, storage(0)).replace(slots=slots)
         return TrainState(learner=learner, actors=actors, storage=ring)
 

@@ -72,7 +72,7 @@ def check_mesh(mesh: Mesh, num_actors: int, num_learners: int | None = None) -> 
 
 
 def place(tree: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
-    """Put a tree that every process has in full onto the mesh.
+    """Put a tree that every process has in full, or that is there already, onto the mesh.
 
     Args:
       tree: any pytree of arrays.
@@ -100,6 +100,8 @@ def shardings(tree: PyTree, mesh: Mesh, specs: PyTree) -> PyTree:
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x  # already there; other processes hold the rest
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = np.asarray(jax.random.key_data(x))
         placed = jax.make_array_from_callback(data.shape, sharding, lambda i: data[i])

@@ -63,6 +63,16 @@ def carry_specs(agent: Any) -> Any:
     return {"state": agent.state_specs(parallel.ACTORS), "metrics": PartitionSpec()}
 
 
+@functools.partial(jax.jit, static_argnames="mesh")
+def _init(agent: Any, key: jax.Array, *, mesh: Any) -> PyTree:
+    def init(agent: Any, key: jax.Array, *, axis_name: Any) -> PyTree:
+        return agent.init(key, axis_name=axis_name)
+
+    everywhere = PartitionSpec()
+    specs = agent.state_specs(parallel.ACTORS)
+    return parallel.on_mesh(init, mesh, (everywhere, everywhere), specs)(agent, key)
+
+
 def zero_metrics(agent: Any, state: Any, rollouts: Rollout | None = None) -> Any:
     """Metrics that hold nothing yet, of the structure that a step, or an update, gives."""
     if rollouts is None:
@@ -112,8 +122,9 @@ class Program:
         return jax.device_put(tree) if self.mesh is None else parallel.place(tree, self.mesh, specs)
 
     def init(self, seed: int) -> PyTree:
-        """The state of a new run; made whole in one place, so it never depends on the mesh."""
-        return self.place(call("init", self.agent, jax.random.key(seed)))
+        """The state of a new run, each actor on its own device from the start."""
+        key = self._put(jax.random.key(seed), PartitionSpec())
+        return _init(self._placed, key, mesh=self.mesh)
 
     def place(self, state: PyTree) -> PyTree:
         """A state that is whole here, put where the program expects it."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import jaxroll
 from jaxroll import parallel
 from jaxroll.agents import TrainState
 from jaxroll.distributions import Categorical
@@ -145,3 +146,31 @@ def test_a_step_runs_under_pmap_and_under_vmap_with_a_name(how):
         assert close(copy, whole.learner.params)
     assert int(np.asarray(spread.learner.iteration)[0]) == 1
     assert metrics["episodes"].total.shape == (devices,)
+
+
+@pytest.mark.parametrize("name", ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow)])
+def test_a_state_is_spread_from_the_start_and_has_the_bits_of_one_device(name):
+    ring = {"num_storages": 256, "batch_size": 64} if name == "IMPALA" else {}
+    agent = getattr(jaxroll, name).create(
+        "Breakout-MinAtar", num_actors=8, num_envs=128, num_steps=4, hidden_sizes=(4,), **ring
+    )
+    key, specs = jax.random.key(0), agent.state_specs(parallel.ACTORS)
+
+    def compile_init(devices):
+        mesh = parallel.make_mesh(devices)
+        init = parallel.on_mesh(agent.init, mesh, PartitionSpec(), specs)
+        return mesh, jax.jit(init).lower(key).compile()
+
+    _, alone = compile_init(1)
+    mesh, spread = compile_init(8)
+    state = spread(parallel.place(key, mesh, PartitionSpec()))
+    assert leaves_equal(state, alone(key))
+    assert leaves_equal(state, jax.jit(agent.init)(key))
+    expected = parallel.shardings(state, mesh, specs)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    whole, part = alone.memory_analysis(), spread.memory_analysis()
+    common = sum(x.nbytes for x in jax.tree.leaves(state.learner))
+    assert part.output_size_in_bytes - common < (whole.output_size_in_bytes - common) / 7
+    # One actor is made after the other, so what is temporary is that of one, on any mesh.
+    assert part.temp_size_in_bytes < 2 * whole.temp_size_in_bytes
