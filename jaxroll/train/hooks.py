@@ -99,7 +99,7 @@ def evaluate(run: Run) -> None:
     options = run.options
     if options.eval_interval is None or not run.row:
         return
-    if not (run.schedule.is_eval(run.iteration) or run.at_end):
+    if not (run.is_due("eval") or run.at_end):
         return
     run.progress.update(run.step)
     run.progress.status("evaluating")
@@ -158,7 +158,7 @@ def check_stop(run: Run) -> None:
 def save(run: Run) -> None:
     """Write a checkpoint, where one is due or the run ends."""
     is_rated = run.options.keep_best > 0 and BEST_KEY in run.row
-    is_due = run.is_save_due or run.schedule.is_save(run.iteration) or is_rated
+    is_due = run.is_save_due or run.is_due("save") or is_rated
     if is_due or run.stop or run.at_end:
         run.save()
 

@@ -90,7 +90,11 @@ def train(
     )
     run = Run(agent, checked, start)
     with contextlib.ExitStack() as stack:
-        run.open(stack)
+        run.claim_directory(stack)
+        run.open_program(stack)
+        run.make_state()
+        run.open_logs(stack)
+        run.compile()
         while not run.at_end and run.stop is None:
             run.advance()
             for hook in HOOKS:

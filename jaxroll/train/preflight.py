@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxroll import parallel
-from jaxroll.agents.states import check_state
+from jaxroll.agents.states import check_state, key_shape
 from jaxroll.checks import check_choice, check_count, check_flag, check_path
 from jaxroll.envs import as_env, check_env
 from jaxroll.spaces import shows_alike
@@ -50,9 +51,9 @@ def check_start(
 ) -> Start:
     """The arguments as they are used; raise for what cannot be trained, before it compiles."""
     start = Start(**given)
-    check_budget(agent, options.num_train_steps)
     directory = start.checkpoint_dir
     directory = None if directory is None else check_path("checkpoint_dir", directory)
+    check_budget(agent, options.num_train_steps)
     check_flag("resume", start.resume)
     check_choice("on_signal", start.on_signal, ("exit", "return"))
     check_flag("own_process", start.own_process)
@@ -69,13 +70,17 @@ def check_start(
                 "state.replace(learner=state.learner.replace(params=…))."
             )
         check_state(start.state)
-        check_fits(agent, start.state)
+        _check_fits(agent, start.state)
     if not callable(start.on_begin):
         raise TypeError(f"on_begin must be a function, got {start.on_begin!r}.")
     if start.config is not None:  # not hours later, by the first save
         as_json("config", start.config)
-    check_loggers(options.loggers, directory)
-    callbacks = as_callbacks(start.callbacks)
+    # Their packages, and whether they need a directory. The run's own files open only where it
+    # goes on; functions are not tried, for they may have a close.
+    with tempfile.TemporaryDirectory() as scratch:
+        names = [x for x in options.loggers if isinstance(x, str)]
+        make_loggers(names, None if directory is None else scratch).close()
+    callbacks = _as_callbacks(start.callbacks)
     eval_env = as_eval_env(agent, start.eval_env, "eval_env")
     check_traces(agent)
     return dataclasses.replace(
@@ -99,38 +104,70 @@ def _check_mesh(agent: Any, mesh: Any, num_learners: int | None) -> None:
         )
 
 
-def check_fits(agent: Any, state: Any) -> None:
+def _check_fits(agent: Any, state: Any) -> None:
     """Raise if a state is not of an agent of these sizes, with the leaves that differ."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    if agent.is_host:
-        like, found = jax.eval_shape(agent.init_learner, key), state.learner
-        sizes = agent.num_actors, agent.envs_per_actor
-        if state.actors.is_first.shape != sizes:
-            raise ValueError(
-                f"state must be of num_actors, num_envs / num_actors = {sizes}; it has "
-                f"{state.actors.is_first.shape}."
-            )
+    if agent.is_host:  # its actors are known when environments are open, but for their number
+        sizes = jax.ShapeDtypeStruct((agent.num_actors, agent.envs_per_actor), bool)
+        like: Any = jax.eval_shape(agent.init_learner, key_shape()), sizes
+        state = state.learner, state.actors.is_first
     else:
-        like, found = jax.eval_shape(agent.init, key), state
+        like = jax.eval_shape(agent.init, key_shape())
     wanted, got = (
-        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-        for leaves in map(jax.tree.leaves_with_path, (like, found))
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (like, state)
     )
     different = [
-        f"{name} is {_shape(got.get(name))}, the agent's {_shape(wanted.get(name))}"
+        f"{name} is {got.get(name, 'missing')}, the agent's {wanted.get(name, 'missing')}"
         for name in wanted | got
-        if _shape(got.get(name)) != _shape(wanted.get(name))
+        if got.get(name) != wanted.get(name)
     ]
     if different:
         raise ValueError(
             f"state must be of an agent of the same sizes, but {len(different)} leaves differ: "
-            f"{'; '.join(different[:3])}. Create the agent with "
-            "the sizes that the state was made with."
+            f"{'; '.join(different[:3])}. Create the agent with the sizes that the state was made "
+            "with."
         )
 
 
-def _shape(leaf: Any) -> str:
-    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+def check_budget(agent: Any, num_train_steps: int) -> None:
+    """Raise `ValueError` if a run would end before its first update."""
+    if num_train_steps <= agent.prefilled_steps:
+        raise ValueError(
+            f"num_train_steps must be more than the {agent.prefilled_steps} steps with which the "
+            f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
+            "use a smaller num_storages."
+        )
+
+
+def as_eval_env(agent: Any, env: Any, argument: str) -> Any:
+    """An environment, or the one of this name; raise if the agent's policy cannot act in it.
+
+    Args:
+      agent: whose spaces it must have.
+      env: whatever `jaxroll.envs.as_env` takes; None: the agent's own.
+      argument: how to call it in an error.
+    """
+    if env is None:
+        return None
+    env = as_env(env, argument)
+    for name, fits in (("observation_space", shows_alike), ("action_space", operator.eq)):
+        wanted, got = getattr(agent.env, name), getattr(env, name)
+        if not fits(wanted, got):
+            raise ValueError(f"{argument} must have the agent's {name}, {wanted}; got {got}.")
+    return env
+
+
+def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list of functions, got {callbacks!r}.")
+    functions = tuple(callbacks)  # an iterator is used up by looking at it once
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"a callback is a function of an Event, got {function!r}.")
+    return functions
 
 
 def check_traces(agent: Any) -> None:
@@ -173,71 +210,14 @@ def _num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def check_budget(agent: Any, num_train_steps: int) -> None:
-    """Raise `ValueError` if a run would end before its first update."""
-    if num_train_steps <= agent.prefilled_steps:
-        raise ValueError(
-            f"num_train_steps must be more than the {agent.prefilled_steps} steps with which the "
-            f"rings are filled before the first update, got {num_train_steps}. Train longer, or "
-            "use a smaller num_storages."
-        )
-
-
-def as_eval_env(agent: Any, env: Any, argument: str) -> Any:
-    """An environment, or the one of this name; raise if the agent's policy cannot act in it.
-
-    Args:
-      agent: whose spaces it must have.
-      env: whatever `jaxroll.envs.as_env` takes; None: the agent's own.
-      argument: how to call it in an error.
-    """
-    if env is None:
-        return None
-    env = as_env(env, argument)
-    wanted, got = agent.env.observation_space, env.observation_space
-    if not shows_alike(wanted, got):
-        raise ValueError(
-            f"{argument} must have the agent's observation_space, {wanted}; got {got}."
-        )
-    wanted, got = agent.env.action_space, env.action_space
-    if wanted != got:
-        raise ValueError(f"{argument} must have the agent's action_space, {wanted}; got {got}.")
-    return env
-
-
-def as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
-    """The callbacks, of an iterable that may be used up by looking at it once."""
-    if callable(callbacks) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list of functions, got {callbacks!r}.")
-    functions = tuple(callbacks)
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"a callback is a function of an Event, got {function!r}.")
-    return functions
-
-
-def check_loggers(loggers: Sequence[Any], directory: Any) -> None:
-    """Raise now for a logger whose package is missing, or that needs a directory."""
-    if directory is None:
-        make_loggers(loggers)
-        return
-    # The run's own files open only where it goes on, which is known after compiling. A user's
-    # functions are not tried: they may have a close.
-    tried = [x for x in loggers if isinstance(x, str)]
-    with tempfile.TemporaryDirectory() as scratch:
-        make_loggers(tried, scratch).close()
-
-
 def check_resumable(directory: Path) -> None:
     """Raise if a directory holds things but no run; a new one may be gone on with from step 0.
 
     So a script that always says resume=True does the right thing from its first start on, and a
     run that was killed before its first checkpoint starts over; but a wrong path is not taken.
     """
-    if not directory.is_dir() or any((directory / name).exists() for name in _RUN_FILES):
-        return
-    found = sorted(path.name for path in directory.iterdir())
-    if found:
+    found = sorted(os.listdir(directory)) if directory.is_dir() else []
+    if found and not set(_RUN_FILES) & set(found):
         shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
         raise NoCheckpointError(
             f"{directory} holds no checkpoint to resume from, but {shown}. Give the directory of "
@@ -247,23 +227,26 @@ def check_resumable(directory: Path) -> None:
 
 def check_new(directory: Path) -> None:
     """Raise `FileExistsError` if a directory holds what a new run would write over."""
-    steps = Checkpointer(directory / "checkpoints").steps()
     metrics = directory / "metrics.jsonl"
-    found = ""
-    if steps:
-        found = f"at step {steps[-1]}"
+    if steps := Checkpointer(directory / "checkpoints").steps():
+        found, way = f"at step {steps[-1]}", "go on with it"
     elif has_steps(directory / "checkpoints"):
-        found = "whose checkpoints are all damaged"
+        found, way = "whose checkpoints are all damaged", "see what is damaged"
     elif metrics.exists() and metrics.stat().st_size:
-        found = "that was stopped before its first checkpoint, with its metrics"
-    if found:
-        way = "go on with it" if steps else "start it over"
-        if found.endswith("damaged"):
-            way = "see what is damaged"
-        raise FileExistsError(
-            f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
-            "checkpoint_dir."
-        )
+        found, way = "that was stopped before its first checkpoint, with its metrics", "start over"
+    else:
+        return
+    raise FileExistsError(
+        f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
+        "checkpoint_dir."
+    )
+
+
+def has_steps(directory: Path) -> bool:
+    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
+    # A kill before the first leaves other names.
+    named = directory.glob("*") if directory.is_dir() else ()
+    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -272,16 +255,11 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     Keys and environments are those of the checkpoint, so another seed would be without effect;
     another hyperparameter has one, and is warned of.
     """
-    if before.get("seed", now["seed"]) != now["seed"]:
-        raise ValueError(
-            f"the run has seed {before['seed']}, and goes on with it; got seed {now['seed']}. Use "
-            f"seed={before['seed']}, or another directory for a run of another seed."
-        )
-    for name in ("agent", "env"):
+    for name in ("seed", "agent", "env"):
         if name in before and before[name] != now[name]:
             raise ValueError(
-                f"the run has {name} {before[name]}, and goes on with it; got {now[name]}. Use "
-                "another directory for another run."
+                f"the run has {name} {before[name]}, and goes on with it; got {name} {now[name]}. "
+                "Use another directory for another run."
             )
     changed = []
     for table, prefix in (("hyperparameters", ""), ("env_options", "env_options.")):
@@ -302,10 +280,3 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
-
-
-def has_steps(directory: Path) -> bool:
-    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
-    # A kill before the first leaves other names.
-    named = directory.glob("*") if directory.is_dir() else ()
-    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)

@@ -59,7 +59,7 @@ def main(directory, agent, steps):
     """Train to `steps`, from wherever the run is."""
     for category in (CheckpointWarning, LogWarning):
         warnings.simplefilter("error", category)  # a kill is no damage
-    run.Run._begin = hold("compiling", run.Run._begin)
+    run.Run.make_state = hold("compiling", run.Run.make_state)
     step_files.write_step = hold("saving", step_files.write_step)
     if "BOUND" in os.environ:
         signals.BOUND = float(os.environ["BOUND"])

@@ -28,7 +28,6 @@ from jaxroll.train import (
     preflight,
     programs,
     run,
-    schedule,
     signals,
     states,
 )
@@ -516,7 +515,7 @@ def test_a_row_is_two_dispatches_and_sends_two_numbers(ppo, dispatches):
 def test_rows_go_by_the_clock_unless_an_interval_is_given(ppo, tmp_path, monkeypatch):
     assert Config().log_interval is None
     assert ppo.train(64 * 32, **QUIET)[1].steps.tolist()[:2] == [64, 128]  # 2 % of 64 iterations
-    monkeypatch.setattr(schedule, "MIN_ROWS", 1)
+    monkeypatch.setattr(run, "MIN_ROWS", 1)
     monkeypatch.setattr(run, "next_pace", lambda *args, **kwargs: 1)
     monkeypatch.setattr(run, "SECONDS_PER_ROW", 0.0)
     state, history = ppo.train(128, **QUIET)
