@@ -14,35 +14,15 @@ from jax.sharding import PartitionSpec
 from jaxroll import collectors, parallel
 from jaxroll.agents.states import check_state
 from jaxroll.checks import check_count, check_flag, check_seed
-from jaxroll.envs import as_env
 from jaxroll.envs.base import HostEnv, HostEnvSpec
 from jaxroll.train.preflight import as_eval_env
-
-
-class NonFiniteError(FloatingPointError):
-    """A gradient or the params were not finite; a gradient that is not is never applied."""
-
 
 # Folded into the run's key for evaluations: far from the numbers that `split` uses.
 EVAL_FOLD = 2**30 + 1
 
 
-def evaluation_columns(
-    agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any, spread: bool
-) -> dict[str, Any]:
-    """What an evaluation adds to a row; its episodes follow from the seed and the iteration.
-
-    With `spread` they are played on all devices of the state that this process has.
-    """
-
-    def key(seed: Any) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
-
-    members = getattr(agent, "seeds", None)
-    keys = key(seed) if members is None else jax.vmap(key)(members)
-    result = evaluate_with_key(agent, state, keys, num_episodes, True, env, spread)
-    names = ("episode_return", "episode_length", "num_unfinished")
-    return {f"eval_{name}": result[name] for name in names}
+class NonFiniteError(FloatingPointError):
+    """A loss, a gradient or the params were not finite; such a gradient is never applied."""
 
 
 def evaluate(
@@ -63,10 +43,28 @@ def evaluate(
     members = getattr(agent, "members", None)
     if members is not None:
         key = jnp.broadcast_to(key, (len(members),))
-    return evaluate_with_key(agent, state, key, num_episodes, deterministic, env)
+    return _play(agent, state, key, num_episodes, deterministic, env)
 
 
-def evaluate_with_key(
+def evaluation_columns(
+    agent: Any, state: Any, seed: int, iteration: int, num_episodes: int, env: Any, spread: bool
+) -> dict[str, Any]:
+    """What an evaluation adds to a row; its episodes follow from the seed and the iteration.
+
+    With `spread` they are played on all devices of the state that this process has.
+    """
+
+    def key(seed: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), EVAL_FOLD), iteration)
+
+    members = getattr(agent, "seeds", None)
+    keys = key(seed) if members is None else jax.vmap(key)(members)
+    result = _play(agent, state, keys, num_episodes, True, env, spread)
+    names = ("episode_return", "episode_length", "num_unfinished")
+    return {f"eval_{name}": result[name] for name in names}
+
+
+def _play(
     agent: Any,
     state: Any,
     key: jax.Array,
@@ -75,12 +73,11 @@ def evaluate_with_key(
     env: Any,
     spread: bool = False,
 ) -> dict[str, Any]:
-    """Means and each of the returns and lengths of `num_episodes` whole episodes.
+    """Means and each of the returns and lengths; a key for each member, [N], gives [N] of them.
 
-    With a key for each member of a sweep, [N], so are the results. The return of an episode that
-    did not end is NaN, and the means are without it.
+    The return of an episode that did not end is NaN, and the means are without it.
     """
-    env = agent.env if env is None else as_env(env)
+    env = agent.env if env is None else env
     acting = agent.acting_params(state.learner)
     params = parallel.local(acting)
     is_finite = np.asarray(_finite(params, key.ndim))
@@ -98,7 +95,7 @@ def evaluate_with_key(
         mesh = parallel.local_mesh(acting) if spread else None
         if mesh is not None:
             params, key = parallel.place((params, key), mesh, PartitionSpec())
-        result = _evaluate(env, agent.policy, params, key, **options, mesh=mesh)
+        result = collectors.evaluate(env, agent.policy, params, key, **options, mesh=mesh)
     is_complete = np.asarray(result.is_complete)
     if not is_complete.all():
         warnings.warn(
@@ -118,7 +115,7 @@ def evaluate_with_key(
         "episode_returns": returns,
         "episode_lengths": lengths,
         "is_complete": is_complete,
-        "num_episodes": int(num_episodes),
+        "num_episodes": num_episodes,
     }
 
 
@@ -132,22 +129,14 @@ def _finite(params: Any, num_axes: int) -> Any:
 
 def episode_means(returns: Any, lengths: Any, is_complete: Any) -> dict[str, Any]:
     """Over the complete episodes of the last axis; NaN where there is none."""
-    count = is_complete.sum(-1, keepdims=True)
-
-    def mean(x: Any) -> Any:
-        total = np.sum(x, -1, keepdims=True, where=is_complete)
-        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-    center = mean(returns)
-    return {
-        "episode_return": center[..., 0].tolist(),
-        "episode_return_std": np.sqrt(mean(np.square(returns - center)))[..., 0].tolist(),
-        "episode_length": mean(lengths)[..., 0].tolist(),
-        "num_unfinished": (~is_complete).sum(-1).tolist(),
+    returns, lengths = (np.ma.array(x, float, mask=~is_complete) for x in (returns, lengths))
+    means = {
+        "episode_return": returns.mean(-1),
+        "episode_return_std": returns.std(-1),
+        "episode_length": lengths.mean(-1),
     }
-
-
-_evaluate = collectors.evaluate  # compiled once for each environment and policy
+    means = {name: np.ma.filled(x, np.nan).tolist() for name, x in means.items()}
+    return {**means, "num_unfinished": (~is_complete).sum(-1).tolist()}
 
 
 @functools.partial(
@@ -158,7 +147,7 @@ def _evaluate_members(env: Any, policy: Any, params: Any, keys: Any, **options: 
 
 
 def _evaluate_on_host(env: Any, policy: Any, params: Any, key: Any, **options: Any) -> Any:
-    """As `_evaluate`, or as `_evaluate_members` one member after the other."""
+    """One set of params, or one member after the other."""
     if not key.ndim:
         return collectors.evaluate_host(env, policy, params, key, **options)
     members = [jax.tree.map(lambda x, i=i: x[i], (params, key)) for i in range(len(key))]

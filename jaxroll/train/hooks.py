@@ -72,16 +72,12 @@ def measure(run: Run) -> None:
         "total_time": run.seconds(),
         "fps": (run.step - run.last_row_step) / max(now - run.last_row_time, 1e-9),
     }
-    _warn_of_lost_bootstraps(run)
     if run.cut_episodes:
         run.row["cut_episodes"] = run.cut_episodes
     if run.ends_row:
         run.cut_episodes = 0
     else:
         run.row["partial"] = True  # a longer run will have a whole row here instead
-
-
-def _warn_of_lost_bootstraps(run: Run) -> None:
     lost = int(np.sum(run.row.get("final_overflow", 0)))
     if lost and not run.has_warned:
         run.has_warned = True
@@ -129,7 +125,14 @@ def log(run: Run) -> None:
         run.progress.update(run.step)
         return
     run.last_row_time, run.last_row_step = time.monotonic(), run.step
-    for row in _tidy_rows(run.row, getattr(run.agent, "members", None)):
+    rows, members = [run.row], getattr(run.agent, "members", None)
+    if members is not None:  # a sweep: one row for each member, with the columns that tell them
+        # apart. A swept learning rate is the member's column, not the metric of the same name.
+        rows = [
+            columns | {k: v[i] if np.ndim(v) else v for k, v in run.row.items() if k not in columns}
+            for i, columns in enumerate(members)
+        ]
+    for row in rows:
         run.history.append(row)
         if run.logger is not None:
             run.logger(row)
@@ -161,17 +164,6 @@ def save(run: Run) -> None:
     is_due = run.is_save_due or run.is_due("save") or is_rated
     if is_due or run.stop or run.at_end:
         run.save()
-
-
-def _tidy_rows(row: dict[str, Any], members: Any) -> list[dict[str, Any]]:
-    """The row, or one for each member of a sweep with the columns that tell them apart."""
-    if members is None:
-        return [row]
-    return [
-        # A swept learning rate is the member's column, not the metric of the same name.
-        columns | {k: v[i] if np.ndim(v) else v for k, v in row.items() if k not in columns}
-        for i, columns in enumerate(members)
-    ]
 
 
 HOOKS = (check_finite, measure, evaluate, log, check_stop, save)

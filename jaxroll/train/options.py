@@ -42,19 +42,12 @@ def choice(default: str, help: str, *others: str) -> Any:
     return option(default, help, functools.partial(check_choice, choices=words), "|".join(words))
 
 
-def steps(name: str, value: Any) -> int:
-    """A number of environment steps, which may be beyond 2**31."""
-    return check_count(name, value, below=2**63)
+steps = functools.partial(check_count, below=2**63)  # of environments
 
 
-def number(name: str, value: Any) -> float:
+def number(name: str, value: Any, rule: str | None = None) -> float:
     """A finite number."""
-    return float(check_number(name, value))
-
-
-def seconds(name: str, value: Any) -> float:
-    """A number > 0."""
-    return float(check_number(name, value, "> 0"))
+    return float(check_number(name, value, rule))
 
 
 def text(name: str, value: Any) -> str:
@@ -128,7 +121,9 @@ class Options:
     target_return: float | None = option(
         None, "stop when an evaluation (without evaluations: a row) reaches this return", number
     )
-    time_budget: float | None = option(None, "stop after so many seconds", seconds, "SECONDS")
+    time_budget: float | None = option(
+        None, "stop after so many seconds", functools.partial(number, rule="> 0"), "SECONDS"
+    )
     nonfinite: str = choice("stop", "what to do at a gradient that is not finite", "skip")
     init_model_path: str | None = option(
         None, "a checkpoint or run whose policy the run starts from", path, "PATH"

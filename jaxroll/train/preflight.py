@@ -225,12 +225,12 @@ def check_resumable(directory: Path) -> None:
         )
 
 
-def check_new(directory: Path) -> None:
+def check_new(directory: Path, checkpointer: Checkpointer) -> None:
     """Raise `FileExistsError` if a directory holds what a new run would write over."""
     metrics = directory / "metrics.jsonl"
-    if steps := Checkpointer(directory / "checkpoints").steps():
+    if steps := checkpointer.steps():
         found, way = f"at step {steps[-1]}", "go on with it"
-    elif has_steps(directory / "checkpoints"):
+    elif checkpointer.numbers():
         found, way = "whose checkpoints are all damaged", "see what is damaged"
     elif metrics.exists() and metrics.stat().st_size:
         found, way = "that was stopped before its first checkpoint, with its metrics", "start over"
@@ -240,13 +240,6 @@ def check_new(directory: Path) -> None:
         f"{directory} holds a run already, {found}. Use resume=True to {way}, or another "
         "checkpoint_dir."
     )
-
-
-def has_steps(directory: Path) -> bool:
-    """Whether there is anything to restore; steps that are all damaged count, to be an error."""
-    # A kill before the first leaves other names.
-    named = directory.glob("*") if directory.is_dir() else ()
-    return bool(Checkpointer(directory).steps()) or any(path.name.isdigit() for path in named)
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

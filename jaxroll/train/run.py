@@ -20,7 +20,7 @@ from jaxroll.train.history import History
 from jaxroll.train.lock import RunLock
 from jaxroll.train.logging import Loggers, make_loggers
 from jaxroll.train.options import Options
-from jaxroll.train.preflight import Start, check_new, check_resumable, check_same_run, has_steps
+from jaxroll.train.preflight import Start, check_new, check_resumable, check_same_run
 from jaxroll.train.programs import make_program, read_metrics
 from jaxroll.train.progress import Progress
 from jaxroll.train.states import BEST_KEY, describe, policy_of
@@ -72,7 +72,7 @@ class Run:
         self.numbers: dict[str, Any] = {}
         self.stop: str | None = None
         self.ends_row = self.is_save_due = self.has_warned = False
-        self.is_evaluating_host = False
+        self.is_evaluating_host = self._restores = False
         self._pace, self._seconds = 1, 0.0  # iterations of the next dispatch, time of the last
 
     # Where it is.
@@ -113,23 +113,25 @@ class Run:
     def claim_directory(self, stack: contextlib.ExitStack) -> None:
         """Lock the directory, unless what is in it, or the policy to start from, does not fit."""
         start, options, directory = self.start, self.options, self.start.checkpoint_dir
-        self._restores = bool(directory and start.resume and has_steps(directory / "checkpoints"))
-        if options.init_model_path is not None and not self._restores:
-            self._policy = policy_of(self.agent, options.init_model_path)
         if directory is not None:
-            if start.resume:
-                check_resumable(directory)
             self.checkpointer = Checkpointer(
                 directory / "checkpoints",
                 keep_latest=options.keep_checkpoints,
                 keep_best=options.keep_best,
                 best_key=BEST_KEY,
             )
+            # Steps that are all damaged count, to be an error.
+            self._restores = start.resume and bool(self.checkpointer.numbers())
+        if options.init_model_path is not None and not self._restores:
+            self._policy = policy_of(self.agent, options.init_model_path)
+        if directory is not None and self.checkpointer is not None:
+            if start.resume:
+                check_resumable(directory)
             if self.is_primary:
                 self._lock = stack.enter_context(RunLock(directory))
                 self.checkpointer.check_writable()
             if not start.resume:
-                check_new(directory)
+                check_new(directory, self.checkpointer)
             stack.callback(self.checkpointer.wait)
         if self.is_primary and not self._restores:
             start.on_begin()

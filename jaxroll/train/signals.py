@@ -3,9 +3,9 @@
 Handlers only note the signal, since an exception raised by one is lost if it lands in a callback of
 the garbage collector. Python runs them between bytecodes, and a compilation can hold the main
 thread for many seconds. So in a process of our own (the command line, `own_process`) a thread reads
-the signals as they arrive: with nothing to save the process ends at once, otherwise within `bound`
+the signals as they arrive: with nothing to save the process ends at once, otherwise within `BOUND`
 seconds. In a user's process nothing is ended hard: `Interrupts` raises `KeyboardInterrupt` or
-`SystemExit`, and an environment that hangs is left after `bound` seconds.
+`SystemExit`, and an environment that hangs is left after `BOUND` seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BOUND = 9.0  # seconds from the first signal to the end
+BOUND = 9.0  # seconds from the first signal to the end, or until an environment that hangs is left
 _LAST_WORDS = 0.5  # seconds
 _OWN: list[Interrupts] = []  # that of a process of our own
 
@@ -28,26 +28,22 @@ _OWN: list[Interrupts] = []  # that of a process of our own
 class Interrupts:
     """While entered, signals set `received`.
 
-    Args:
-      own_process: whether the process is ours to end.
-      bound: seconds from the first signal to the end of such a process, or until an environment
-        that hangs is left.
-
     Attributes:
+      own_process: whether the process is ours to end.
       received: the number of the first signal, or None.
       nothing_to_save: while True, a signal ends the work at once.
       can_leave: says whether the main thread may be interrupted where it is now.
       on_exit: called with the signal's name before the process is ended hard; it has half a second.
     """
 
-    def __init__(self, *, own_process: bool = False, bound: float | None = None):
+    def __init__(self, *, own_process: bool = False):
+        self.own_process = own_process
         self.received: int | None = None
         self.nothing_to_save = True
         self.can_leave: Callable[[], bool] = lambda: False
         self.on_exit: Callable[[str], None] = _say_ended
-        self.own_process, self._bound = own_process, BOUND if bound is None else bound
         self._old: dict[int, Any] = {}
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._sockets: tuple[socket.socket, ...] = ()
         self._timer: threading.Timer | None = None
         self._is_overdue = False
 
@@ -82,10 +78,10 @@ class Interrupts:
             self._timer.cancel()
         for number, handler in self._old.items():
             signal.signal(number, handler)
-        if self._sockets is not None:
+        if self._sockets:
             signal.set_wakeup_fd(-1)
-            for end in self._sockets:
-                end.close()
+        for end in self._sockets:
+            end.close()
 
     def _handle(self, number: int, frame: Any) -> None:
         is_first, self.received = self.received is None, self.received or number
@@ -108,41 +104,36 @@ class Interrupts:
             signal.pthread_kill(main, self.received or signal.SIGINT)
 
     def _start_timer(self, function: Callable[..., None], *args: Any) -> None:
-        self._timer = threading.Timer(self._bound, function, args=args)
+        self._timer = threading.Timer(BOUND, function, args=args)
         self._timer.daemon = True
         self._timer.start()
 
     def _watch(self, reader: socket.socket) -> None:
         is_first = True
-        while True:
-            try:
-                data = reader.recv(1)
-            except OSError:
-                return
-            if not data:
-                return
-            number = data[0]
-            if number not in self._old:
-                continue
-            if self.nothing_to_save or not is_first:
-                self._end(number)
-            is_first = False
-            self.received = self.received or number
-            self._start_timer(self._end, number)
+        with contextlib.suppress(OSError):  # the socket is closed
+            while data := reader.recv(1):
+                number = data[0]
+                if number not in self._old:
+                    continue
+                if self.nothing_to_save or not is_first:
+                    self._end(number)
+                is_first = False
+                self.received = self.received or number
+                self._start_timer(self._end, number)
 
     def _end(self, number: int) -> None:
+        def say() -> None:
+            with contextlib.suppress(Exception):
+                self.on_exit(signal.Signals(number).name)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+
         # In a thread: a terminal or a disk that does not answer must not keep the process.
-        words = threading.Thread(target=self._say, args=(number,), daemon=True)
+        words = threading.Thread(target=say, daemon=True)
         words.start()
         words.join(_LAST_WORDS)
         os._exit(128 + number)
-
-    def _say(self, number: int) -> None:
-        with contextlib.suppress(Exception):
-            self.on_exit(signal.Signals(number).name)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -159,17 +150,13 @@ def own_process() -> Iterator[Interrupts]:
 @contextlib.contextmanager
 def interrupts(on_exit: Callable[[str], None], own_process: bool = False) -> Iterator[Interrupts]:
     """The signals of a run: those of a process of our own, or new ones for as long as it is."""
-    if not _OWN:
-        with Interrupts(own_process=own_process) as made:
-            made.on_exit = on_exit
+    with contextlib.ExitStack() as stack:
+        made = _OWN[-1] if _OWN else stack.enter_context(Interrupts(own_process=own_process))
+        made.on_exit = on_exit
+        try:
             yield made
-        return
-    made = _OWN[-1]
-    made.on_exit = on_exit
-    try:
-        yield made
-    finally:
-        made.nothing_to_save, made.on_exit = True, _say_ended
+        finally:
+            made.nothing_to_save, made.on_exit = True, _say_ended
 
 
 def _say_ended(name: str) -> None:

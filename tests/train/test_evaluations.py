@@ -145,13 +145,13 @@ def test_a_state_on_several_devices_is_evaluated_on_all_of_them(monkeypatch):
     learner = init(agent, jax.random.key(0)).learner
     learner = parallel.place(learner, parallel.make_mesh(2), jax.sharding.PartitionSpec())
     state = types.SimpleNamespace(learner=learner)
-    seen, play = [], evaluation._evaluate
+    seen, play = [], evaluation.collectors.evaluate
 
     def spy(*args, mesh=None, **options):
         seen.append(mesh and mesh.size)
         return play(*args, mesh=mesh, **options)
 
-    monkeypatch.setattr(evaluation, "_evaluate", spy)
+    monkeypatch.setattr(evaluation.collectors, "evaluate", spy)
     alone, spread = (
         evaluation.evaluation_columns(agent, state, 0, 1, 5, None, spread)
         for spread in (False, True)
