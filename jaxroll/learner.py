@@ -63,14 +63,17 @@ def map_actors(function: Callable[..., Any], *trees: PyTree, reduction: Reductio
 def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
     """`function` of each actor, by the same machine code however many there are here.
 
-    On a CPU the number of turns is hidden from the compiler: it would dissolve a loop of a single
-    one into what is around it, and add in another order.
+    Out of several actors a loop slices one, and the slice becomes part of what follows. Where there
+    is only one, a compiler would drop loop and slice, and add in another order. So a single actor
+    is put beside a copy that is never visited, and on a CPU the number of turns is hidden.
     """
     count = jax.tree.leaves(trees)[0].shape[0]
     turns = jax.lax.platform_dependent(
         cpu=lambda: jax.lax.optimization_barrier(jnp.int32(count)),
         default=lambda: jnp.int32(count),
     )
+    if count == 1:
+        trees = jax.tree.map(lambda x: jnp.concatenate([x, x]), trees)
 
     def at(i: Any) -> Any:
         return function(
@@ -82,8 +85,9 @@ def _one_by_one(function: Callable[..., Any], trees: tuple[PyTree, ...]) -> Any:
         return jax.tree.map(lambda xs, x: put(xs, x, i, 0), out, at(i))
 
     shapes = jax.eval_shape(at, 0)
-    start = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
-    return jax.lax.fori_loop(0, turns, turn, vary_as(start, like=trees))
+    start = jax.tree.map(lambda x: jnp.zeros((max(count, 2), *x.shape), x.dtype), shapes)
+    out = jax.lax.fori_loop(0, turns, turn, vary_as(start, like=trees))
+    return jax.tree.map(lambda x: x[:count], out)
 
 
 def sum_actors(tree: PyTree, *, axis_name: Any = None, reduction: Reduction = "fast") -> PyTree:
