@@ -9,8 +9,8 @@ The actors of one device are the leading axis of what comes in; further devices 
 
 - "fast": all local actors as one batch, one all-reduce of the ravelled gradient. How actors are
   spread over devices changes the order of additions, and so the last bits.
-- "exact": one actor after the other, gathered from all devices, added in the actors' order:
-  bitwise the same on any number of devices.
+- "exact": one actor after the other; each device adds a slice of the gradient over all actors, in
+  their order, and the slices are gathered: bitwise the same on any number of devices.
 """
 
 from __future__ import annotations
