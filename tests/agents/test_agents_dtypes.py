@@ -43,8 +43,18 @@ def test_dtypes_do_not_depend_on_settings(name, env, options, setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("env", ["CartPole-v1", "gymnasium:CartPole-v1"])
-@pytest.mark.parametrize("name", plain(["ppo", "impala"], ["ppo"]))
+@pytest.mark.parametrize(
+    ("name", "env"),
+    plain(
+        [
+            ("ppo", "CartPole-v1"),
+            ("ppo", "gymnasium:CartPole-v1"),
+            ("impala", "CartPole-v1"),
+            ("impala", "gymnasium:CartPole-v1"),
+        ],
+        [("ppo", "CartPole-v1")],
+    ),
+)
 def test_training_runs_under_every_setting(name, env, setting):
     with SETTINGS[setting]():
         agent = small(name, env)
@@ -120,7 +130,8 @@ def test_other_dtypes_of_networks_are_refused():
 # Keys.
 
 
-@pytest.mark.parametrize("name", plain(["ppo", "impala"], ["ppo"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "impala"])
 def test_keys_of_another_kind_go_through_everything(name):
     agent = small(name, "CartPole-v1")
     state = agent.init(jax.random.key(0, impl="unsafe_rbg"))
