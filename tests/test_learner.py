@@ -236,6 +236,21 @@ def test_minibatch_updates_take_one_step_for_each_row_of_the_plan():
     assert report["grad_norm"].shape == (6,)
     assert report["nonfinite"].tolist() == [0, 0]
 
+    first = storages[0].contents().transition.obs[0, 0, 0]
+
+    def spoilt(params, batch):
+        """Not finite in the minibatch of each epoch that has the first row."""
+        total, weight, metrics = loss(params, batch)
+        has_first = (batch.transition.obs[:, 0] == first).any()
+        return jnp.where(has_first, jnp.nan, 1) * total, weight, metrics
+
+    params, _, _, report = minibatch_updates(
+        spoilt, optimizer, PARAMS, optimizer.init(PARAMS), stack(storages), stack(plans)
+    )
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
+    assert report["nonfinite"].tolist() == [3, 3]
+    assert (report["grad_norm"] == 0).sum() == 3
+
 
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="'fast', 'exact', got 'slow'"):

@@ -146,6 +146,9 @@ def test_both_sizes_are_checked_against_each_other():
     assert p.indices.shape == (2, 5)
     p = plan(KEY, num_steps=4, num_envs=3, num_mini_batch=3, mini_batch_size=5, remainder="pad")
     assert p.weights.sum() == 12
+    p = plan(KEY, num_steps=4, num_envs=3, mini_batch_size=16, remainder="pad")
+    assert p.indices.shape == (1, 16)  # beyond the rollout: what is missing weighs 0
+    assert p.weights.sum() == 12
     for remainder in ("drop", "pad"):
         with pytest.raises(ValueError, match="Give only one of the two"):
             plan(
